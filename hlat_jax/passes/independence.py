@@ -63,6 +63,9 @@ def links(eqn: core.JaxprEqn) -> list[Link]:
     if name == "broadcast_in_dim" and len(shapes) == 1:
         old = {new: dim for dim, new in enumerate(params["broadcast_dimensions"]) if shapes[0][dim] == out[new]}
         return [Link((old.get(dim),), (dim,)) for dim in range(len(out))]
+    if name == "sharding_constraint":
+        own = params["sharding"].shard_shape(out)
+        return _unchanged(eqn, [dim for dim, size in enumerate(out) if own[dim] != size])
     if name == "transpose":
         return [Link((dim,), (new,)) for new, dim in enumerate(params["permutation"])]
     if name == "squeeze":

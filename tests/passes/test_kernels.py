@@ -483,8 +483,8 @@ def test_a_training_program_calls_kernels_before_it_makes_chunks(monkeypatch):
 def test_large_originals_are_compared_at_four_rows_and_four_heads(monkeypatch):
     monkeypatch.setattr(check, "CUT_ABOVE", 0)
     shapes = []
-    random = check._random
-    monkeypatch.setattr(check, "_random", lambda shape, *x, **y: shapes.append(shape) or random(shape, *x, **y))
+    random = check.random
+    monkeypatch.setattr(check, "random", lambda shape, *x, **y: shapes.append(shape) or random(shape, *x, **y))
     q, k = normal(5, T, N, H), normal(5, T, N, H)
     (one,) = report_of(lambda q, k, v: values_of(softmax(causal(scores_of(q, k))), v), q, k, k).replacements
     assert shapes[:3] == [(4, T, 4, H)] * 3

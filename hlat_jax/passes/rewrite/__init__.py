@@ -26,6 +26,7 @@ from hlat_jax.passes.jaxpr import (
     warn_of_rule_with_tracer,
     without_dead_code,
 )
+from hlat_jax.passes.rewrite import derivative_rules
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal
 
@@ -143,7 +144,7 @@ class Rewriter:
           closed: closed jaxpr.
           known: values of its inputs that are constant, by position.
         """
-        graph = EquationGraph(closed, known)
+        graph = derivative_rules.with_bodies(closed, known)
         bodies = {id(eqn): self._changed_body(graph, eqn) for eqn in graph.eqns}
         changed = {number: body for number, body in bodies.items() if body is not None}
         used = self._select_matches(graph)

@@ -1,7 +1,7 @@
 """Compares a replacement with the equations it replaces, by values and gradients on random inputs.
 
 Where the original is large, dimensions along which nothing is mixed are cut to 4 or 5: batch, and heads of which each
-is computed alike. Which those are follows from the equations, see `_Cut`.
+is computed alike. Which those are follows from the equations, see `Cut`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hlat_jax.passes.rewrite.graph import CHEAP, EquationGraph, Match
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
-_FAST_COMPILE = {"xla_backend_optimization_level": 0}  # half the time: what is compared runs once or twice
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # half the time: what is compared runs once or twice
 _ROUNDINGS = 4.0  # a replacement may differ by this many times what one more rounding of each input changes
 _MOST = 100.0  # and by no more than this many times the tolerance, however sensitive the function is
 _checked: dict[str, tuple[float, float]] = {}  # digest of (original, replacement) -> `_differences`, of this process
@@ -40,7 +40,7 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
     for cuts_taken in (True, False):
-        cut = _Cut(graph, match, cuts_taken=cuts_taken)
+        cut = Cut(graph, match, cuts_taken=cuts_taken)
         for change in (np.asarray, np.abs):  # some functions are of positive numbers
             difference, of_rounding = _differences(graph, match, cut, change)
             if not math.isnan(difference):
@@ -48,7 +48,7 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     raise ValueError("it is NaN for random inputs, so it cannot be checked")
 
 
-def _differences(graph: EquationGraph, match: Match, cut: _Cut, change: Callable[[Any], Any]) -> tuple[float, float]:
+def _differences(graph: EquationGraph, match: Match, cut: Cut, change: Callable[[Any], Any]) -> tuple[float, float]:
     """Returns the largest relative differences from the original for random inputs, changed; NaN if the original is.
 
     The first is of the replacement, the second of the original for inputs that are rounded once more.
@@ -59,23 +59,23 @@ def _differences(graph: EquationGraph, match: Match, cut: _Cut, change: Callable
     scale = 1.0 if match.resized is None else 0.3  # no product stands out: each chunk depends on all that it reads
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         drawn = {
-            var: change(_random(cut.shape(var), var.aval.dtype, scale=scale, seed=seed))
+            var: change(random(cut.shape(var), var.aval.dtype, scale=scale, seed=seed))
             for seed, var in enumerate(cut.roots)
         }
         computed = cut.inputs(drawn)
         inputs = [one if number is None else number for one, number in zip(computed, numbers, strict=True)]
         places = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
         both = (lambda *args: cut.evaluate(args)), replacement
-        digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both]) + change.__name__
+        digest = digest_of([jax.make_jaxpr(one)(*inputs) for one in both]) + change.__name__
         if digest not in _checked:
-            original, replaced = (jax.jit(_with_gradients(one, places), compiler_options=_FAST_COMPILE) for one in both)
+            original, replaced = (jax.jit(_with_gradients(one, places), compiler_options=FAST_COMPILE) for one in both)
             expected, num_outs = original(*inputs), len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
 
             def largest(actual: Sequence[Any]) -> float:
                 return max(
                     # the gradient of a single number is a sum over all others, which may nearly cancel
-                    _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
+                    relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
                     for at, (a, b) in enumerate(zip(expected, actual, strict=True))
                 )
 
@@ -93,7 +93,7 @@ def _rounded_once_more(array: Any) -> Any:
     return (exact * (1 + float(jnp.finfo(array.dtype).eps) * shares)).astype(array.dtype)
 
 
-def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.ndarray:
+def random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     if jnp.issubdtype(dtype, jnp.bool_):
         return generator.random(shape) < 0.7
@@ -115,7 +115,7 @@ def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
     def run(*args: Any) -> list[Any]:
         outs, pull = jax.vjp(perturbed_at(function, args, places), *(args[at] for at in places))
         weights = [
-            jnp.asarray(_random(out.shape, out.dtype, scale=1.0, seed=1000 + number))
+            jnp.asarray(random(out.shape, out.dtype, scale=1.0, seed=1000 + number))
             if jnp.issubdtype(out.dtype, jnp.floating)
             else np.zeros(out.shape, jax.dtypes.float0)
             for number, out in enumerate(outs)
@@ -125,7 +125,7 @@ def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
     return run
 
 
-def _relative(expected: Any, actual: Any, *, at_least: float = 0.0) -> float:
+def relative(expected: Any, actual: Any, *, at_least: float = 0.0) -> float:
     """Returns the norm of the difference, relative to that of the first, or to `at_least` if that is more."""
     expected, actual = (np.asarray(x).astype(np.float64) for x in (expected, actual))
     if expected.shape != actual.shape or not np.array_equal(np.isfinite(expected), np.isfinite(actual)):
@@ -136,7 +136,7 @@ def _relative(expected: Any, actual: Any, *, at_least: float = 0.0) -> float:
     return float(np.linalg.norm(actual - expected) / max(norm, 1e-3 * math.sqrt(expected.size) or 1.0))
 
 
-def _digest(traced: Sequence[Any]) -> str:
+def digest_of(traced: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for closed in traced:
         digest.update(str(closed.jaxpr).encode())
@@ -145,7 +145,7 @@ def _digest(traced: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-class _Cut:
+class Cut:
     """The original with the dimensions cut along which it computes every index alike, from the same index.
 
     Dimensions of variables that an equation links are one class. A class is not cut if an equation mixes it or splits

@@ -97,27 +97,41 @@ class _Step:
 class EquationGraph:
     """One jaxpr with the bodies of plain `jit` calls inlined.
 
-    Calls with a derivative rule are inlined if the rule is known to be the derivative of the body, and else equations.
+    Calls with a derivative rule are inlined if the rule is known to be the derivative of the body, or if they are
+    `opened`, and else equations.
 
     Args:
       closed: closed jaxpr.
       known: values of its inputs that are constant in the surrounding program, by position.
+      opened: first of `calls_with_rules` -> the body that is inlined in its place, or None.
 
     Attributes:
       eqns: the equations in order; each result is a variable of its own.
       invars: inputs.
       outvars: results: variables or literals.
+      calls_with_rules: calls that are equations because of their derivative rule, each after a number of its own. Every
+        graph of the jaxpr has the same numbers.
       taken: ids of the equations that are replaced already.
       copied: a variable of `copy_of_constant` -> the one that it is a copy of.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr, known: Mapping[int, np.ndarray] | None = None):
-        flow = Dataflow(closed.jaxpr, inlined=_inlined, consts=closed.consts)
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        known: Mapping[int, np.ndarray] | None = None,
+        *,
+        opened: Mapping[int, Body | None] | None = None,
+    ):
+        bodies = opened or {}
+        flow = Dataflow(
+            closed.jaxpr, inlined=lambda eqn: _inlined(eqn) or bodies.get(id(eqn.params)), consts=closed.consts
+        )
         self.eqns = [op.eqn.replace(invars=op.invars, outvars=op.outvars) for op in flow.ops]
         self._calls = {id(eqn): op.calls for eqn, op in zip(self.eqns, flow.ops, strict=True)}  # outermost first
         self.invars, self.outvars = flow.inputs[len(closed.consts) :], flow.outputs
         self.taken: set[int] = set()
         self.copied: dict[core.Var, core.Var] = {}
+        self.calls_with_rules = [(id(eqn.params), eqn) for eqn in self.eqns if own_rule(eqn)]
         self._folded = {self.invars[number]: array for number, array in (known or {}).items()}
         self.values = flow.constants | self._folded  # of constants of the jaxpr, arrays
         tracers = {var for var, value in flow.constants.items() if isinstance(value, jax.core.Tracer)}
