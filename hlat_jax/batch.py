@@ -16,11 +16,11 @@ class Batch:
 
     Attributes:
       tokens: int32 token ids fed to the model.
-      targets: int32; `targets[b, t]` is the token after `tokens[b, : t + 1]`.
+      targets: int32 ids of the next tokens. `targets[b, t]` is the token after `tokens[b, : t + 1]`.
       positions: int32 position of each token for rotary embeddings.
-      segment_ids: int32; a token attends only to earlier tokens of its own segment. None when every row is one
-        segment (`concat` packing), which lets attention skip the comparison.
-      weights: float32; weight of each target in the loss; 0 where there is no target.
+      segment_ids: int32 ids of segments. A token attends only to earlier tokens of its segment. None if every row is
+        one segment (`concat` packing), so attention skips the comparison.
+      weights: float32 weight of each target in the loss, 0 without a target.
     """
 
     tokens: Any
@@ -31,7 +31,7 @@ class Batch:
 
 
 class SumAndCount(NamedTuple):
-    """A mean before the division: sums and counts of several parts of a batch can be added, means cannot.
+    """A mean before the division. Sums and counts of several parts of a batch can be added, unlike means.
 
     Attributes:
       total: weighted sum.
@@ -43,9 +43,9 @@ class SumAndCount(NamedTuple):
 
 
 def concat_batch(tokens_BT: np.ndarray) -> Batch:
-    """Returns rows [B, T] cut from one stream of tokens, as in HLAT: T - 1 predictions per row, one segment.
+    """Returns the batch of rows [B, T] cut from one stream of tokens, with T - 1 predictions per row and one segment.
 
-    The label shift is HLAT's: the last token of a row predicts nothing, so its weight is 0 (and its target 0).
+    As in HLAT, the last token of a row predicts nothing, so its weight and its target are 0.
     Source: arXiv 2404.10630, published scripts, `logits[:-1]` against `labels[1:]`.
     """
     tokens_BT = np.ascontiguousarray(tokens_BT, dtype=np.int32)
@@ -59,10 +59,10 @@ def concat_batch(tokens_BT: np.ndarray) -> Batch:
 
 
 def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
-    """Returns rows [B, T] of segments that do not attend to each other; ids start at 1, and 0 is padding.
+    """Returns the batch of rows [B, T] of segments that do not attend to each other.
 
-    Positions restart at 0 in each segment. The last token of a segment predicts nothing: its weight and target are 0,
-    as are those of padding.
+    Ids of segments start at 1, and 0 is padding. Positions restart at 0 in each segment. The last token of a segment
+    predicts nothing, so its weight and target are 0. Padding has weight and target 0 too.
     """
     tokens_BT = np.ascontiguousarray(tokens_BT, dtype=np.int32)
     segment_ids_BT = np.ascontiguousarray(segment_ids_BT, dtype=np.int32)

@@ -6,10 +6,10 @@
     params = init_params(cfg, jax.random.key(0))
     logits_BTV = apply(params, cfg, tokens_BT)
 
-It computes in the dtype of the parameters. NNX declares; every transformation is plain JAX over nested dicts of arrays.
+It computes in the dtype of the parameters. NNX declares, and every transformation is plain JAX over dicts of arrays.
 
-Shapes: B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers; X = G + 2,
-the heads of a group with its key and value, and C = 2: key and value, or gate and up.
+Shapes are B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers.
+Also X = G + 2, the heads of a group with its key and value, and C = 2, for key and value, or gate and up.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.
 
 
 class Decoder(nnx.Module):
-    """A Llama-architecture language model. Layers are one `DecoderLayer` whose parameters carry a leading L axis.
+    """A Llama-architecture language model. Its layers are one `DecoderLayer` with parameters stacked on a leading L axis.
 
-    Every parameter names its logical axes in the metadata that `nnx.get_partition_spec` reads; see `param_specs`.
+    Every parameter names its logical axes in the metadata that `nnx.get_partition_spec` reads, see `param_specs`.
 
     Args:
       cfg: dimensions, implementations of the ops, layer loop and rematerialization.
-      rngs: such as `nnx.Rngs(0)`; its stream `params` draws the initial weights, fp32.
+      rngs: random streams, such as `nnx.Rngs(0)`. The stream `params` draws the initial weights, fp32.
 
     Raises:
       ValueError: dimensions that do not fit each other.
 
-    Source: Touvron et al., arXiv 2302.13971 and 2307.09288; HLAT, arXiv 2404.10630 III-A.
+    Source: Touvron et al., arXiv 2302.13971 and 2307.09288, and HLAT, arXiv 2404.10630 III-A.
     """
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
@@ -87,19 +87,19 @@ class Decoder(nnx.Module):
         segment_ids_BT: Ids | None = None,
         attention: AttentionFn | None = None,
     ) -> jax.Array:
-        """Returns fp32 logits [B, T, V]: those at position t predict the token at t + 1.
+        """Returns fp32 logits [B, T, V]. Logits at position t predict the token at t + 1.
 
         Args:
           tokens_BT: int32 ids below V.
-          positions_BT: int32; 0..T-1 in every row by default.
-          segment_ids_BT: int32; a token attends only within its segment. By default a row is one segment.
-          attention: called in every layer instead of `cfg.attention`, as attention(q_BTNH, k_BSKH, v_BSKH,
-            segment_ids_BT), with rotated queries and keys, S = T and N a multiple of K; returns [B, T, N, H] in the
-            dtype of the queries. It scales and masks by itself, the future too.
+          positions_BT: int32 positions, 0..T-1 in every row by default.
+          segment_ids_BT: int32 ids of segments. A token attends only within its segment. By default a row is one segment.
+          attention: function that replaces `cfg.attention` in every layer, attention(q_BTNH, k_BSKH, v_BSKH,
+            segment_ids_BT) -> [B, T, N, H] in the dtype of the queries. Queries and keys are rotated, S = T, and N is a
+            multiple of K. The function must scale, and mask the future and other segments.
 
         Raises:
-          ValueError: T above cfg.max_positions; an id outside the vocabulary, if `tokens_BT` is not traced; an
-            implementation is named that does not run on the default backend; `attention` returns another shape or
+          ValueError: T is above cfg.max_positions, or an id is outside the vocabulary (if `tokens_BT` is not traced).
+            An implementation named in `cfg` does not run on the default backend. `attention` returns another shape or
             dtype, or is given for a model with a sliding window.
         """
         if self.refusal:
@@ -122,9 +122,10 @@ class Decoder(nnx.Module):
         attention: AttentionFn | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns the input of the head [B, T, D], in the dtype of the parameters; arguments and errors as of a call.
+        """Returns the input of the head [B, T, D], in the dtype of the parameters.
 
-        `ctx` says how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
+        `ctx` has the shardings of the parameters, and of [B, T, D] between blocks, see `collectives`. Other arguments
+        and errors are the same as for a call.
         """
         _check_tokens(tokens_BT, self.cfg)
         fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
@@ -157,16 +158,17 @@ class Decoder(nnx.Module):
         checkpoint: Callable[..., Callable] | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded over tensor.
+        """Returns [B, T, D] after this device's layers.
 
-        `checkpoint` decides what is kept, see `stack.run_layers`; `attend`, if given, is the attention.
+        `positions_BT` and `segment_ids_BT` are unsharded over tensor. `attend` replaces the attention, and
+        `checkpoint` the rematerialization, see `stack.run_layers`.
         """
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = attend or causal_attention(self.cfg, segment_ids_BT)
         if attention is not None:
             if self.cfg.sliding_window:
                 raise ValueError(
-                    f"attention= with model.sliding_window={self.cfg.sliding_window}, which it is not given: mask by "
+                    f"attention= is not given the window of model.sliding_window={self.cfg.sliding_window}. Mask by "
                     "the window in that function, and set sliding_window=0 in the ModelConfig."
                 )
             attend = _foreign_attention(attention, segment_ids_BT)
@@ -180,12 +182,12 @@ class Decoder(nnx.Module):
     def split_layers(
         self, positions_BT: jax.Array, *, num_keys: int | None = None, ctx: ParallelContext
     ) -> tuple[Callable[..., Any], Any]:
-        """Returns the function (of one layer, x_BTD, Attend) -> (x_BTD, aux), and what it takes of all layers, stacked.
+        """Returns the function (params of one layer, x_BTD, Attend) -> (x_BTD, aux), and stacked params of all layers.
 
         Args:
-          positions_BT: of the queries.
-          num_keys: keys that a query may attend to, its own included; T by default.
-          ctx: as of `hidden_states`.
+          positions_BT: positions of the queries.
+          num_keys: number of keys that a query may attend to, its own included, T by default.
+          ctx: shardings, as for `hidden_states`.
         """
         cfg, scaling = self.cfg, _scaling(self.cfg)
         frequencies = rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=scaling)
@@ -211,7 +213,7 @@ class Decoder(nnx.Module):
         return materialize(self.final_norm(x_BTD))
 
     def gather_head(self, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
-        """Returns this device's rows of the output projection [V, D]: those of the embedding table when tied."""
+        """Returns this device's rows of the output projection [V, D], or of the embedding table if they are tied."""
         table = self.embed if self.cfg.tie_embeddings else self.head
         return ctx.gather_weight(table[...], ("vocab", "embed"))
 
@@ -228,7 +230,7 @@ Decoder.__signature__ = _Signature()  # type: ignore[attr-defined]
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm block: x += attention(norm(x)); x += mlp(norm(x))."""
+    """Pre-norm block, x += attention(norm(x)) and then x += mlp(norm(x))."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(cfg)
@@ -248,8 +250,8 @@ class DecoderLayer(nnx.Module):
 class Attention(nnx.Module):
     """Multi-head or grouped-query attention with rotary positions.
 
-    One QKV matrix [D, K, G + 2, H] holds, for each kv head, its G query heads, then its key, then its value, so that
-    a tensor-parallel split over K keeps every group whole. With `fuse_qkv=False`, Q [D, K, G, H] stands apart from
+    For each kv head, one QKV matrix [D, K, G + 2, H] holds the G query heads, then the key, then the value. So a
+    tensor-parallel split over K keeps every group whole. With `fuse_qkv=False`, Q [D, K, G, H] is separate from
     KV [D, 2, K, H]. Query head n is (n // G, n % G), the order of Hugging Face. Biases have the shapes of the matrices
     without D.
     """
@@ -275,7 +277,7 @@ class Attention(nnx.Module):
             self.out_bias = _param(jnp.zeros((d,)), axes=("norm",))
 
     def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
-        """Returns what the block adds [B, T, D], and the auxiliary result of `attend`."""
+        """Returns the output of the block [B, T, D], and the auxiliary result of `attend`."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, ctx)
         if self.cfg.qk_norm:  # named before the norm: the backward pass needs it, and the rest costs no product
             q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
@@ -305,7 +307,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward: gate and up are one matrix [D, 2, F]."""
+    """SwiGLU feed-forward, `(silu(x @ gate) * (x @ up)) @ down`. Gate and up are one matrix [D, 2, F]."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -364,7 +366,7 @@ def _foreign_attention(attention: AttentionFn, segment_ids_BT: jax.Array | None)
         wanted, returned = (f"{x.dtype.name}{list(x.shape)}" for x in (q_BTNH, attended_BTNH))
         if wanted != returned:
             raise ValueError(
-                f"attention returned {returned}; it must return {wanted}, the shape [B, T, N, H] and dtype of the "
+                f"attention returned {returned}. It must return {wanted}, the shape [B, T, N, H] and dtype of the "
                 "queries."
             )
         return attended_BTNH, None
@@ -377,13 +379,13 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
     Args:
       cfg: the model.
-      key: a typed key; on Trainium of the `rbg` kind, `jax.random.key(seed, impl="rbg")`.
+      key: a typed key. On Trainium, use the `rbg` kind, `jax.random.key(seed, impl="rbg")`.
     """
     return nnx.to_pure_dict(nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))[1])
 
 
 def init_layer(cfg: ModelConfig, key: jax.Array, layer: Any) -> dict[str, Any]:
-    """Returns the fp32 parameters of one layer, as `init_params` draws them; `layer` may be traced."""
+    """Returns the fp32 parameters of layer number `layer`, which may be traced, as `init_params` draws them."""
     rngs = nnx.Rngs(key)
     rngs.params()  # the key of the embedding table
     layer_key = jax.random.split(rngs.params(), cfg.num_layers)[layer]
@@ -407,9 +409,9 @@ def apply(
     segment_ids_BT: Ids | None = None,
     attention: AttentionFn | None = None,
 ) -> jax.Array:
-    """Returns fp32 logits [B, T, V] of pure parameters: nested dicts as from `init_params`, of any float dtype.
+    """Returns fp32 logits [B, T, V] of pure parameters, which are nested dicts as from `init_params`, of any float dtype.
 
-    Other arguments are those of a call of `Decoder`. Raises ValueError as `Decoder` and a call of it.
+    The other arguments and the errors are the same as for a call of `Decoder`.
     """
     return bind(params, cfg)(tokens_BT, positions_BT, segment_ids_BT=segment_ids_BT, attention=attention)
 
@@ -424,14 +426,14 @@ def param_axes(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def param_specs(cfg: ModelConfig, rules: Mapping[str, str | tuple[str, ...] | None]) -> dict[str, Any]:
-    """Returns the `PartitionSpec` of every parameter on a mesh of the caller's own.
+    """Returns the `PartitionSpec` of every parameter on your own mesh.
 
     Args:
       cfg: the model.
-      rules: logical axis -> the mesh axis, or axes, that split it. Those of `LOGICAL_AXES` it leaves out are not split.
+      rules: logical axis -> the mesh axis, or axes, that split it. Other axes of `LOGICAL_AXES` are not split.
 
     Raises:
-      ValueError: another name than those of `LOGICAL_AXES`.
+      ValueError: a name that is not in `LOGICAL_AXES`.
     """
     for axis in set(rules) - set(LOGICAL_AXES):
         raise ValueError(f"rules name {axis!r}, not a logical axis of a parameter. {nearest(axis, LOGICAL_AXES)}")
@@ -442,15 +444,15 @@ def param_specs(cfg: ModelConfig, rules: Mapping[str, str | tuple[str, ...] | No
 
 
 def abstract_params(cfg: ModelConfig, *, layout: Layout | None = None) -> dict[str, Any]:
-    """Returns the shapes and dtypes of the fp32 parameters, as `layout` pads them if given; allocates nothing."""
+    """Returns the shapes and dtypes of the fp32 parameters, padded for `layout` if given. It allocates nothing."""
     params = nnx.to_pure_dict(_declaration(cfg)[1])
     return params if layout is None else jax.eval_shape(lambda params: pad_vocabulary(params, cfg, layout), params)
 
 
 def pad_vocabulary(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
-    """Returns parameters with rows of zeros after those of the tokens, as many as `layout` needs for whole parts.
+    """Returns parameters with rows of zeros after the rows of the tokens, as many as `layout` needs for equal parts.
 
-    They have no part in losses and samples, so their gradients are zeros and they remain so.
+    The zero rows have no part in losses and samples, so their gradients are zeros and they stay zero.
     """
     num_rows = layout.vocab_rows(cfg.vocab_size)
     short = [name for name in ("embed", "head") if name in params and params[name].shape[0] < num_rows]
@@ -506,7 +508,7 @@ def _check_tokens(tokens_BT: Ids, cfg: ModelConfig) -> None:
     length = tokens_BT.shape[-1]
     if length > cfg.max_positions:
         raise ValueError(
-            f"tokens have {length} positions, more than model.max_positions={cfg.max_positions}; shorten the rows, or "
+            f"tokens have {length} positions, more than model.max_positions={cfg.max_positions}. Shorten the rows, or "
             "raise max_positions in the ModelConfig."
         )
     if isinstance(tokens_BT, jax.core.Tracer) or not tokens_BT.size:
@@ -518,7 +520,7 @@ def _check_tokens(tokens_BT: Ids, cfg: ModelConfig) -> None:
     if low < 0 or high >= cfg.vocab_size:
         raise ValueError(
             f"tokens run from {low} to {high}, but model.vocab_size={cfg.vocab_size} has ids 0 to "
-            f"{cfg.vocab_size - 1}; encode the text with the model's own tokenizer."
+            f"{cfg.vocab_size - 1}. Encode the text with the model's own tokenizer."
         )
 
 

@@ -1,4 +1,4 @@
-"""AdamW and Muon with clipping, as one Optax transformation with a maskable update; learning rates; and spikes.
+"""AdamW and Muon with clipping, as one Optax transformation with a maskable update, learning rates, and spikes.
 
 The learning rate is computed on the host and passed in, so that the compiled step does not depend on the horizon.
 """
@@ -24,11 +24,16 @@ _LEAST_SPREAD = 1e-4  # of the mean of a window: one of equal values would other
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """Returns the learning rate of update `step`, counted from 0; with warm-up, that of update 0 is 0.
+    """Returns the learning rate of update `step`, counted from 0.
 
-    Linear warm-up, the peak until `config.decay_start`, then a decay to zero at the horizon, clipped below at
-    `min_lr_ratio` of the peak. After the horizon the rate stays where it is.
-    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A; cooldowns arXiv 2405.18392.
+    With p = min((step - decay_start) / (horizon_steps - decay_start), 1), the rate is peak_lr times
+
+        step / warmup_steps                        in the warm-up
+        1                                          until decay_start
+        max(min_lr_ratio, (1 + cos(pi * p)) / 2)   then, with schedule "cosine"
+        max(min_lr_ratio, 1 - p)                   then, with other schedules, or 1 - sqrt(p) with cooldown "sqrt"
+
+    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A, and cooldowns, arXiv 2405.18392.
     """
     if step < config.warmup_steps:
         return config.peak_lr * step / config.warmup_steps
@@ -50,8 +55,8 @@ def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync
 
     Args:
       tree: arrays of any float dtype.
-      in_blocks: sum as `sum_in_blocks` does, for arrays on one CPU.
-      replica_sync: the mesh and the shardings of the arrays, which are then not summed in blocks; on one device, None.
+      in_blocks: whether to sum as `sum_in_blocks` does, for arrays on one CPU.
+      replica_sync: the mesh and the shardings of the arrays, which are then not summed in blocks. None on one device.
     """
     if replica_sync is not None:
         return jnp.sqrt(replica_sync.global_sum(_sum_of_squares, tree))
@@ -69,7 +74,7 @@ def sum_in_blocks(term: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Arra
 
     One cache-sized block of partial sums takes the whole blocks of all leaves, one after another. XLA on CPU otherwise
     writes the terms of a leaf to memory and compiles a tree of sums for it. The rest of each leaf is written to memory
-    here too; hundreds of leaves of as many shapes take longer to compile.
+    here too. Hundreds of leaves of as many shapes take longer to compile.
     """
     sums, rest = jnp.zeros(_SUM_BLOCK, jnp.float32), []
     for leaf in jax.tree.leaves(tree):
@@ -88,26 +93,30 @@ def _add_block(term: Callable[[jax.Array], jax.Array], flat: jax.Array, sums: ja
 
 
 class MaskedTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation with the extra argument `finite`; its state is unchanged where that is False."""
+    """A transformation with the extra argument `finite`. If it is False, the state is unchanged."""
 
 
 def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalizers: Any = None) -> MaskedTransformation:
-    """Returns clipping by global norm and AdamW, fused into one pass over the parameters; Muon for some of them.
+    """Returns clipping by global norm and AdamW, fused into one pass over the parameters, with Muon for some of them.
 
-    The clip coefficient min(1, clip_norm / (norm + 1e-6)) scales each gradient where it is used: a separate clip
-    would read and write every gradient once more. All arithmetic is fp32, moments are stored in `policy.moment`.
+    With g the gradient times min(1, clip_norm / (grad_norm + 1e-6)), update n of AdamW is
+
+        mu = beta1 * mu + (1 - beta1) * g,   nu = beta2 * nu + (1 - beta2) * g^2
+        -learning_rate * (mu / (1 - beta1^n) / (sqrt(nu / (1 - beta2^n)) + eps) + weight_decay * param)
+
+    All arithmetic is fp32, and moments are stored in `policy.moment`.
 
     Args:
       config: betas, eps, decay, clip.
       policy: dtype of the moments.
-      decays: tree of bools with the structure of the parameters; True: weight decay applies.
-      orthogonalizers: tree with the structure of the parameters: for those that Muon updates, the function momentum ->
-        update, see `ops.muon`; None for those of AdamW, by default all. Muon has no second moment.
+      decays: tree of bools with the structure of the parameters, True if weight decay applies.
+      orthogonalizers: tree with the structure of the parameters, with the function momentum -> update of each parameter
+        that Muon updates, see `ops.muon`, and None for AdamW. By default all are None. Muon has no second moment.
 
     The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
-    (bool scalar; False: the moments are unchanged) and `rounding` (of the moments; default: to nearest).
-    Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW. Muon's momentum, with bias
-    corrections, as in optax.contrib.muon.
+    (bool scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments stay.
+    Source: Loshchilov and Hutter, arXiv 1711.05101, with decoupled decay as in torch.optim.AdamW. Muon's momentum, with
+    bias corrections, is the same as in optax.contrib.muon.
     """
     if orthogonalizers is None:
         orthogonalizers = jax.tree.map(lambda _: None, decays)
@@ -119,7 +128,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if "learning_rate" not in extra:
-            raise ValueError("this AdamW has no learning rate of its own: call step(state, batch, learning_rate).")
+            raise ValueError("this AdamW needs a learning rate. Call step(state, batch, learning_rate).")
         finite, rounding = extra["finite"], extra.get("rounding", NEAREST)
         count = jnp.where(finite, state["count"] + 1, state["count"])
         # after a masked first step the count is 0, and the bias corrections would be 0
@@ -171,9 +180,9 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
 
 
 def with_extra_args(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with the extra arguments of a program; `adamw` is returned as it is.
+    """Returns the transformation with the extra arguments of a program, or `adamw` as it is.
 
-    The state of others is not masked where `finite` is False. The caller selects with `where`, because
+    If `finite` is False, the state of other transformations is not masked. The caller selects with `where`, because
     `optax.apply_if_finite` uses `cond`, which Neuron does not support.
     """
     if isinstance(optimizer, MaskedTransformation):
@@ -185,18 +194,18 @@ def with_extra_args(optimizer: optax.GradientTransformation) -> optax.GradientTr
             return inner.update(grads, state, params, **extra)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the optimizer's update raised {type(error).__name__}: {error} A program gives it the extra "
-                f"arguments {', '.join(extra)}."
+                f"the optimizer's update, which gets the extra arguments {', '.join(extra)}, raised "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def decay_mask(params: Any, decay: str) -> Any:
-    """Returns a tree of bools: to which parameters weight decay applies.
+    """Returns a tree of bools, True for parameters to which weight decay applies.
 
     Args:
-      params: parameters or their shapes; the key of a norm's scale ends in `norm`, that of a bias in `bias`.
+      params: parameters or their shapes. The key of a norm's scale ends in `norm`, and the key of a bias in `bias`.
       decay: 'all', as in HLAT, or 'matrices', which excludes the norms' scales and biases.
     """
 
@@ -212,12 +221,12 @@ def _one_minus_power(beta: float, steps: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class SpikePolicy:
-    """What a spike of the loss or the gradient norm is, and whether a step with one is skipped.
+    """The definition of a spike of the loss or the gradient norm, and whether a step with a spike is skipped.
 
     Attributes:
-      skips: whether the update of such a step is masked, as of one that is not finite; otherwise it is reported.
+      skips: whether the update of a step with a spike is masked, like a step that is not finite, or only reported.
       sigmas: standard deviations above the mean of the window, from where a value is a spike.
-      window: number of steps in the window; it decides once it has half of them, and at least 2.
+      window: number of steps in the window. It decides once it has half of them, and at least 2.
 
     Raises:
       ValueError: `sigmas` is not above 0, or a window of less than 2 steps.
@@ -230,8 +239,8 @@ class SpikePolicy:
     def __post_init__(self):
         if not 0 < self.sigmas < math.inf or self.window < 2:
             raise ValueError(
-                f"SpikePolicy(sigmas={self.sigmas}, window={self.window}): give sigmas above 0, such as 6.0, and a "
-                "window of 2 steps or more, such as 128."
+                f"SpikePolicy(sigmas={self.sigmas}, window={self.window}) is invalid. Give sigmas above 0, such as "
+                "6.0, and a window of 2 steps or more, such as 128."
             )
 
 
@@ -248,11 +257,11 @@ def detect_spike(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (whether this step is a spike, the window with its loss and gradient norm).
 
-    The values are reduced over all devices, so that all take the same decision, without the host. A step that is not
-    finite is no spike and leaves the window as it is: one NaN in it would make all that follow spikes, or none. A
-    spike enters the window as the limit that it exceeds, whether it is skipped or not. Entered as it is, a single one
-    of 1e6 would hide all others for a whole window. Left out, a lasting new level would be a spike for ever; so the
-    limit rises with each, and a new level is normal after some tens of steps.
+    A value is a spike if it exceeds the limit mean + sigmas * std of the values in the window. All devices take the
+    same decision, because the values are reduced over them. A step that is not finite is no spike and does not enter
+    the window, which a NaN would spoil. A spike enters the window as the limit that it exceeds, skipped or not. As it
+    is, one spike of 1e6 would hide all others for a whole window. Without it, a lasting new level would be a spike for
+    ever. So the limit rises with each spike, and a new level is normal after some tens of steps.
 
     Source: OLMo-core's SkipStepOptimizer (6 standard deviations of 128 steps, loss or gradient norm).
     """

@@ -1,8 +1,8 @@
-"""Precision policies: dtypes of storage, compute and accumulation, by name; and stochastic rounding.
+"""Precision policies, which name dtypes of storage, compute and accumulation, and stochastic rounding.
 
 The fp32 islands (norm statistics, softmax, logits and loss) are part of each op's contract and do not depend on the
-policy. The exception is "autocast", which casts inside ops: logits, attention scores and the outputs of RoPE and of the
-norms' scales are bf16 there; statistics, exponentials, logarithms and the loss stay fp32.
+policy. Only "autocast" casts inside ops. With it, logits, attention scores and the outputs of RoPE and of the norms'
+scales are bf16. Statistics, exponentials, logarithms and the loss stay fp32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Policy:
       compute: dtype of matrix products and activations.
       accumulate: dtype in which gradients of microbatches are summed.
       moment: dtype of the optimizer's moments.
-      master: dtype of the weights that the optimizer updates, kept beside the parameters. Without one it updates the
-        parameters themselves.
-      rounding: how a value is cast to a narrower dtype: "nearest"; "stochastic", in software, with hashed bits; or
-        "hardware", by an accelerator that rounds every cast stochastically.
+      master: dtype of the master weights, which the optimizer updates. None if it updates the parameters themselves.
+      rounding: rounding of casts to a narrower dtype, which is "nearest", "stochastic" (in software, with hashed bits)
+        or "hardware" (an accelerator that rounds every cast stochastically).
       autocast: name of the `passes.autocast` policy that the forward pass runs under, if there is one.
     """
 
@@ -60,9 +59,10 @@ POLICIES = {
 
 
 def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") -> Policy:
-    """Returns a named policy for a platform: Neuron rounds stochastically in hardware, the others in software.
+    """Returns a named policy for a platform.
 
-    `stochastic_rounding`, "software", "hardware" or "auto", has no effect on policies that round to nearest.
+    With `stochastic_rounding="auto"`, Neuron rounds stochastically in hardware, and other platforms in software. Give
+    "software" or "hardware" to choose. The argument has no effect on policies that round to nearest.
 
     Raises:
       ValueError: "hardware" on a platform that only rounds to nearest.
@@ -74,8 +74,8 @@ def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") ->
         return dataclasses.replace(policy, rounding="hardware")
     if stochastic_rounding == "hardware":
         raise ValueError(
-            f"precision.stochastic_rounding=hardware: devices of platform {platform!r} round to nearest; use 'auto' or "
-            "'software'."
+            f"precision.stochastic_rounding='hardware' needs Neuron, since devices of platform {platform!r} round to "
+            "nearest. Use 'auto' or 'software'."
         )
     return policy
 
@@ -83,15 +83,15 @@ def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") ->
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """How the values of one step are rounded when they are stored.
+    """The rounding of the values that one step stores.
 
     Stochastic rounding goes to one of the two neighbors, with probabilities that make it unbiased. Its random bits are
-    an integer hash of the words, the name of the array and the element's index in the global array: they need no
-    communication, do not depend on the mesh, and each device computes those of its own shard. With `jax.random` under
-    `rbg`, every device would draw the bits of the global array.
+    an integer hash of the words, the name of the array and the element's index in the global array. They need no
+    communication and do not depend on the mesh. Each device computes only the bits of its shard. With `jax.random`
+    under `rbg`, every device would draw the bits of the global array.
 
     Attributes:
-      words: uint32 scalars, such as the run's seed and the step; without them it rounds to nearest.
+      words: uint32 scalars, such as the run's seed and the step. Without them it rounds to nearest.
     """
 
     words: tuple[jax.Array, ...] | None = None
@@ -105,7 +105,7 @@ class Rounding:
     def write(self, value: jax.Array, dtype: Any, *, name: str) -> jax.Array:
         """Returns `value`, of any float dtype, rounded to `dtype`. Every stored value is rounded here.
 
-        With words, its shape is that of the global array; arrays of the same name and shape get the same bits.
+        With words, it must have the shape of the global array. Arrays of the same name and shape get the same bits.
         """
         if self.words is None or jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
             return value.astype(dtype)
@@ -128,12 +128,13 @@ NEAREST = Rounding()
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How the gradients of the microbatches of one step are summed.
+    """The summation of the gradients of the microbatches of one step.
 
     Attributes:
       num_microbatches: static count of parts of a batch.
-      dtype: of the sums.
-      reduce: applied to the gradients of each microbatch before they are added, such as ZeRO-2's reduce-scatter.
+      dtype: dtype of the sums.
+      rounding: rounding of the sums.
+      reduce: function applied to the gradients of each microbatch before the sum, such as ZeRO-2's reduce-scatter.
     """
 
     num_microbatches: int
@@ -143,20 +144,20 @@ class Accumulation:
 
 
 def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Array:
-    """Returns fp32 values in bf16: rounds away from zero with a probability equal to the truncated fraction.
+    """Returns fp32 values in bf16, rounded away from zero with a probability equal to the truncated fraction.
 
-    Values that bf16 can represent are unchanged, as are infinities and NaN.
+    Values that bf16 can represent are unchanged, and so are infinities and NaN.
 
     Args:
-      value: float32.
-      dtype: bfloat16, the only dtype whose bits are the upper bits of fp32.
-      bits: uint32 of the same shape; the upper half is used.
+      value: float32 values.
+      dtype: bfloat16, which has the upper bits of fp32.
+      bits: uint32 random bits of the same shape, of which the upper half is used.
 
     Raises:
       ValueError: another dtype.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
-        raise ValueError(f"stochastic rounding to {jnp.dtype(dtype).name} is not supported; round to bfloat16.")
+        raise ValueError(f"stochastic rounding to {jnp.dtype(dtype).name} is not supported. Round to bfloat16.")
     raw = jax.lax.bitcast_convert_type(value, jnp.uint32)
     # no cast, not even of NaN: compilers, neuronx-cc too, remove a cast to bf16 and back
     nan = (raw & jnp.uint32(0x80000000)) | jnp.uint32(0x7FC00000)
@@ -168,7 +169,7 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
 def remainder(index: jax.Array, divisor: int) -> jax.Array:
     """Returns index % divisor of int32 between -2^24 and 2^24, without a division of integers.
 
-    Trainium was seen to divide integers by an fp32 reciprocal, off by one; here the quotient may be off by one.
+    Trainium was seen to divide integers by an fp32 reciprocal, off by one. Here the quotient may be off by one.
     Source: rule KB09 of docs/neuron-lint.md.
     """
     # half a number away from multiples, so that the product need not be exact
@@ -179,9 +180,9 @@ def remainder(index: jax.Array, divisor: int) -> jax.Array:
 
 
 def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns uint32 random bits: a hash of the words, a name and each element's 64-bit index.
+    """Returns uint32 random bits, a hash of the words, a name and each element's 64-bit index.
 
-    Words may be arrays; they are broadcast against the shape.
+    Words may be arrays, which are broadcast against the shape.
     """
     key = jnp.uint32(zlib.crc32(name.encode()))
     for word in words:
@@ -214,5 +215,5 @@ def _mix_bits(x: jax.Array) -> jax.Array:
 
 
 def cast_tree(tree: Any, dtype: Any) -> Any:
-    """Returns the tree with every floating-point leaf in `dtype`, rounded to nearest; other leaves as they are."""
+    """Returns the tree with every floating-point leaf in `dtype`, rounded to nearest, and other leaves as they are."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)

@@ -28,12 +28,12 @@ def run_layers(
     """Returns `x` after every layer in turn.
 
     Args:
-      layer: maps (parameters of one layer, x) to the next x, of the same shape and dtype.
-      stacked: parameters of all layers; every leaf has the layer axis [L, ...] in front.
+      layer: function (parameters of one layer, x) -> next x, of the same shape and dtype.
+      stacked: parameters of all layers, with the layer axis [L, ...] in front of every leaf.
       x: activations.
       loop: 'scan' (one layer is compiled, a small program) or 'unroll' (L copies, no loop).
-      remat: what the backward pass recomputes, see `rematerialize`.
-      checkpoint: (layer, *, prevent_cse) -> the layer with a backward pass of its own choice, in place of `remat`.
+      remat: the rematerialization, see `rematerialize`.
+      checkpoint: function (layer, *, prevent_cse) -> the layer with another backward pass, in place of `remat`.
     """
     layer = (checkpoint or functools.partial(rematerialize, remat=remat))(layer, prevent_cse=loop == "unroll")
     if loop == "scan":
@@ -48,13 +48,13 @@ def run_layers(
 def collect_layers(
     layer: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x: jax.Array, *, loop: str
 ) -> tuple[jax.Array, Any]:
-    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...]; without a backward pass.
+    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...]. It has no rematerialization.
 
     Args:
-      layer: maps (parameters of one layer, x) to (next x, aux), aux a tree of arrays.
-      stacked: as for `run_layers`.
+      layer: function (parameters of one layer, x) -> (next x, aux), with aux a tree of arrays.
+      stacked: parameters of all layers, as for `run_layers`.
       x: activations.
-      loop: as for `run_layers`.
+      loop: 'scan' or 'unroll', as for `run_layers`.
     """
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: layer(params, carry), x, stacked)
@@ -70,9 +70,10 @@ def rematerialize(layer: Callable, *, remat: Remat, prevent_cse: bool) -> Callab
 
     Args:
       layer: function of one layer.
-      remat: what is saved. A budget, and the values chosen for one, are for a training step, which gives `run_layers` a
-        `checkpoint`; in other programs they save the layer's input alone.
-      prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
+      remat: the values that are saved. A budget, and the values chosen for it, are for a training step, which gives
+        `run_layers` a `checkpoint`. In other programs they save only the layer's input.
+      prevent_cse: whether to keep the compiler from merging the recomputation with the forward pass. Outside a loop,
+        this is needed.
     """
     if remat.kind == "none":
         return layer

@@ -1,12 +1,12 @@
 """Automatic mixed precision: runs an fp32 function with its matrix products in bf16 or fp16.
 
-Apply it to the forward function, before `jax.grad`: the backward pass inherits the dtypes, and fp32 parameters receive
-fp32 gradients. `autocast_equations` applies the rules given here; `scaling` is the loss scaling that fp16 needs.
+Apply it to the forward function, before `jax.grad`. The backward pass inherits the dtypes, and fp32 parameters receive
+fp32 gradients. `autocast_equations` applies the rules given here. fp16 also needs the loss scale of `step.loss_scale`.
 
     loss = autocast(loss_fp32, "bf16")
     value, grads = jax.value_and_grad(loss)(params_fp32, batch)
 
-Source: RAF's AutoCast, arXiv 2303.04759 and github.com/awslabs/raf (Apache-2.0), whose lists derive from TensorFlow's.
+Source: RAF's AutoCast, arXiv 2303.04759 and github.com/awslabs/raf (Apache-2.0), with lists derived from TensorFlow's.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class CastPolicy:
     """Dtype and rules by which a function is cast.
 
     Attributes:
-      compute: the narrow dtype of matrix products and what follows them: bfloat16 or float16.
-      rules: "always", "never" or "infer" by the name of a primitive, or of an op: a function under `jax.jit`,
-        `jax.custom_vjp` or `jax.custom_jvp`. A `never` op runs entirely as declared; an `always` op gets narrow
-        arguments; an `infer` op, or one without a rule, is cast by the rules for the equations inside it.
+      compute: the narrow dtype of matrix products and operations after them, bfloat16 or float16.
+      rules: "always", "never" or "infer" by the name of a primitive or of an op. An op is a function under `jax.jit`,
+        `jax.custom_vjp` or `jax.custom_jvp`. A `never` op runs entirely as declared. An `always` op gets narrow
+        arguments. An `infer` op, or an op without a rule, is cast by the rules for the equations inside it.
     """
 
     compute: Any = jnp.bfloat16
@@ -80,34 +80,34 @@ class CastPolicy:
             raise ValueError(f"CastPolicy.compute={self.compute!r} must be jnp.bfloat16 or jnp.float16.")
         for name, rule in self.rules.items():
             if rule not in _RULES:
-                raise ValueError(f"autocast rule {name}={rule!r}: a rule must be one of {', '.join(_RULES)}.")
+                raise ValueError(f"autocast rule {name}={rule!r} is unknown. Use one of {', '.join(_RULES)}.")
 
 
 POLICIES = {"bf16": CastPolicy(jnp.bfloat16), "fp16": CastPolicy(jnp.float16)}
 
 
 def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable[_Args, _Result]:
-    """Returns a function with the same arguments, results and their dtypes, whose fp32 matrix products are narrow.
+    """Returns a function with the same arguments, results and dtypes of results, but narrow fp32 matrix products.
 
-    Values declared in other dtypes than fp32 are unchanged. Each call traces `fn` again: wrap the result, or its
+    Values declared in other dtypes than fp32 are unchanged. Each call traces `fn` again, so wrap the result, or its
     caller, in `jax.jit`.
 
     Args:
-      fn: a function that JAX can trace, of pytrees of arrays and of anything else: values without a dtype, such as
+      fn: a function that JAX can trace, of pytrees of arrays and of anything else. Values without a dtype, such as
         Python numbers, `train=True`, strings, and functions among the leaves of a module, are passed as they are.
       policy: a policy, or the name of one in `POLICIES`.
 
     Raises:
-      ValueError: an unknown policy; when called: a rule of the policy for a name that is neither a primitive of JAX
-        nor an op of `fn`.
+      ValueError: an unknown policy, or at a call a rule for a name that is no primitive of JAX and no op of `fn`.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
             known = ", ".join(POLICIES)
-            raise ValueError(f"autocast policy {policy!r} is unknown; use {known}, or a CastPolicy of your own.")
+            raise ValueError(f"autocast policy {policy!r} is unknown. Use {known}, or your own CastPolicy.")
         policy = POLICIES[policy]
     if not isinstance(policy, CastPolicy):
-        raise ValueError(f"autocast policy {policy!r}: give {' or '.join(POLICIES)}, or a CastPolicy of your own.")
+        known = ", ".join(POLICIES)
+        raise ValueError(f"autocast policy {policy!r} is not a policy. Use {known}, or your own CastPolicy.")
     rules = policy.rules
 
     def run(closed: core.ClosedJaxpr, leaves: list[Any]) -> list[Any]:
@@ -119,7 +119,7 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
 
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
-    """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
+    """Returns whether a policy casts to fp16, so that gradients need a loss scale; see `step.loss_scale`."""
     cast_policy = POLICIES.get(policy) if isinstance(policy, str) else policy
     return cast_policy is not None and jnp.dtype(cast_policy.compute) == jnp.float16
 
@@ -168,6 +168,6 @@ def _check_names(rules: Mapping[str, str], jaxpr: core.Jaxpr, function: str) -> 
     ops = {name for eqn in eqns if (name := op_name(eqn)) is not None}
     for name in set(rules) - known - {eqn.primitive.name for eqn in eqns} - ops:
         raise ValueError(
-            f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; it "
-            f"calls {', '.join(sorted(ops)) or 'none'}."
+            f"autocast rule {name}={rules[name]!r} names neither a primitive nor an op of {function}. Ops that it "
+            f"calls: {', '.join(sorted(ops)) or 'none'}."
         )

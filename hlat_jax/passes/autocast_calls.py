@@ -1,4 +1,4 @@
-"""Autocast of functions with derivative rules: the derivative, by the rule as it is declared, is traced and cast."""
+"""Autocast of functions with derivative rules. The derivative by the declared rule is traced and cast."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def custom_jvp(
     """Returns the results of a `jax.custom_jvp` function, and their kinds.
 
     Args:
-      retrace: see `Retrace`.
+      retrace: function that casts a jaxpr, see `Retrace`.
       eqn: the call.
-      arrays: its operands, held as their kinds.
-      given_kinds: these kinds.
+      arrays: operands of the call, held as their kinds.
+      given_kinds: kinds of the operands.
       wide: for each result, whether only `never` operations read it.
     """
     closed, kinds = retrace(eqn.params["call_jaxpr"], given_kinds, wide=wide)
@@ -68,9 +68,9 @@ def custom_jvp(
 def own_backward(
     retrace: Retrace, eqn: core.JaxprEqn, *, arrays: Sequence[Any], given_kinds: list[Kind]
 ) -> tuple[list[Any], list[Kind]]:
-    """Returns the results of a function with a backward pass of its own, and their kinds; see `custom_jvp`.
+    """Returns the results of a function with its own backward pass, and their kinds. Arguments: see `custom_jvp`.
 
-    The function is linearized by its rules; both halves are cast, and what is kept between them.
+    The function is linearized by its rules. Both halves are cast, and so are the values kept between them.
     """
     closed, kinds = retrace(eqn.params["call_jaxpr"], given_kinds)
     function, in_avals = _named(core.jaxpr_as_fun(closed), eqn), closed.in_avals

@@ -1,6 +1,6 @@
 """Autocast of a traced function: rebinds each equation at dtypes that follow from the rules and its operands.
 
-Equations with bodies are rebound with bodies for the kinds of their operands. `autocast_calls` casts derivative rules.
+Equations with bodies are bound with bodies for the kinds of their operands. `autocast_calls` casts derivative rules.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ CANCELLED = 2
 
 
 class Cast:
-    """One call of a cast function: the rules, and the jaxprs it has traced so far.
+    """One call of a cast function, with its rules and the jaxprs that it has traced so far.
 
     Attributes:
       low: the narrow dtype.
-      rule: equation -> "always", "never" or "infer".
+      rule: function from an equation to "always", "never" or "infer".
       wide_distances: whether products that sums of squares cancel are fp32.
     """
 
@@ -134,7 +134,7 @@ class Cast:
         Args:
           jaxpr: open.
           values: its inputs.
-          wide: for each result, whether only `never` operations read it; empty: False for all.
+          wide: for each result, whether only `never` operations read it. Empty means False for all.
         """
         narrow_read, cancelled = self._narrow_read(jaxpr, wide or [False] * len(jaxpr.outvars))
 
@@ -212,7 +212,7 @@ class Cast:
             return self.results(eqn, *self._compound(inside, operands, wide))
         if name == "pallas_call":
             raise ValueError(
-                f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."
+                f"autocast rule {op_name(eqn)}={rule!r} is for a Pallas kernel, which only runs in its declared dtypes."
             )
         if rule == "always":
             return self._product(eqn, operands) if wide[0] != CANCELLED else self._declared(eqn, operands, Kind.WIDE)
@@ -371,7 +371,7 @@ class Cast:
         return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low, saturate=True)})
 
     def results(self, eqn: core.JaxprEqn, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
-        """Returns the results of an equation, which are held as these kinds."""
+        """Returns the results of an equation as values of these kinds."""
         typed_outs = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in typed_outs]
 

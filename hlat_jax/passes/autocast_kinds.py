@@ -16,7 +16,7 @@ from hlat_jax.host.jax_compat import ad, batching, mlir
 
 
 class Kind(enum.IntEnum):
-    """How a value of a traced function is held; `mix` gives the kind of fp32 arithmetic on several values."""
+    """The dtype in which a value is held, and why. `mix` gives the kind of fp32 arithmetic on several values."""
 
     FIXED = 0  # not declared fp32 (integers, keys, the user's own bf16): its dtype is unchanged
     FREE = 1  # an fp32 constant that the narrow dtype can represent: takes the dtype of the other operands
@@ -33,10 +33,10 @@ class Value:
     """A value of the declared program, with its casts so far.
 
     Attributes:
-      kind: see `Kind`.
-      dtype: as declared.
+      kind: kind of the value, see `Kind`.
+      dtype: declared dtype.
       size: number of elements.
-      forms: arrays by dtype.
+      forms: the arrays cast so far, by dtype.
       is_saturated: whether finite numbers beyond the range of the narrow dtype are finite in the cast to it.
     """
 
@@ -55,11 +55,11 @@ class Value:
         return self._as(self.dtype)
 
     def narrow(self, low: Any, *, saturate: bool = False) -> Any:
-        """Returns the array in `low`; values that are not declared fp32 are unchanged.
+        """Returns the array in `low`, or unchanged if it is not declared fp32.
 
         Args:
           low: the narrow dtype.
-          saturate: whether finite numbers beyond the range of `low` become its largest; in HUGE values they always do.
+          saturate: whether finite numbers beyond the range of `low` become its largest. In HUGE values they always do.
         """
         if self.kind is Kind.FIXED:
             return self.declared()
@@ -75,9 +75,9 @@ class Value:
 
 
 def saturated(array: jax.Array, low: Any) -> jax.Array:
-    """Returns an fp32 array in `low`, where finite numbers stay finite; its derivative is that of a cast.
+    """Returns an fp32 array in `low`, in which finite numbers stay finite. The derivative is the same as for a cast.
 
-    It is a primitive so that it can be transposed like a cast: it occurs in tangent programs too.
+    It is a primitive so that it can be transposed like a cast, because it occurs in tangent programs too.
     """
     return _saturated_p.bind(array, low=jnp.dtype(low))
 
@@ -104,7 +104,10 @@ mlir.register_lowering(_saturated_p, mlir.lower_fun(_saturated, multiple_results
 
 
 def mix(kinds: Iterable[Kind]) -> Kind:
-    """Returns the kind of fp32 arithmetic on several: the highest. INTEGER with other fp32 data counts as KEPT."""
+    """Returns the kind of fp32 arithmetic on values of several kinds.
+
+    It is the highest kind. INTEGER with other fp32 data counts as KEPT.
+    """
     kinds = set(kinds)
     if Kind.INTEGER in kinds and kinds - {Kind.FIXED, Kind.FREE, Kind.INTEGER}:
         kinds = {Kind.KEPT, *(kinds - {Kind.INTEGER})}
@@ -112,7 +115,7 @@ def mix(kinds: Iterable[Kind]) -> Kind:
 
 
 def value(array: Any, *, kind: Kind, aval: Any, low: Any) -> Value:
-    """Returns the `Value` of an array held as `kind`; `aval` is the declared type."""
+    """Returns the `Value` of an array that is held as `kind` and has the declared type `aval`."""
     dtype = getattr(aval, "dtype", None)
     return Value(kind, dtype, getattr(aval, "size", 0), {low if kind is Kind.LOW else dtype: array})
 
@@ -123,7 +126,7 @@ def is_fp32(aval: Any) -> bool:
 
 
 def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
-    """Returns the kind of a constant: a literal (FREE or HUGE), or an array that a function closes over."""
+    """Returns the kind of a constant, which is a literal (FREE or HUGE) or an array that a function closes over."""
     if not is_fp32(aval):
         return Kind.FIXED
     if isinstance(array, jax.core.Tracer):

@@ -25,14 +25,14 @@ def chunk(
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that computes large intermediates in chunks.
 
-    Apply it before `jax.grad` or `jax.jvp`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`.
-    `report()` lists the intermediates in chunks, and why others are not.
+    Apply it before `jax.grad` or `jax.jvp`. Each call traces `fn` again, so wrap the result, or its caller, in
+    `jax.jit`. `report()` lists the intermediates in chunks, and why others are not.
 
     Args:
-      fn: a function that JAX can trace; arguments as for `autocast`.
-      max_bytes: "32MiB" or bytes: the size up to which an intermediate is left as it is. A chunk and its neighbors
-        take about this many bytes together. If a loss ends in one number, no chunk is computed twice. Smaller logits
-        are then computed in chunks too: from 2 MiB on, of at least 128 rows.
+      fn: a function that JAX can trace, with arguments as for `autocast`.
+      max_bytes: largest size of an intermediate that is left as it is, "32MiB" or bytes. A chunk and its neighbors
+        take about this many bytes together. If a loss ends in one number, no chunk is computed twice. Logits of more
+        than 2 MiB are then computed in chunks too, each of at least 128 rows.
       check: whether chunks are compared with the function before they are used, on this machine's CPU.
 
     Raises:

@@ -1,10 +1,10 @@
-"""From a loss function to an optimized training program: which passes run, in which order, and what each of them did.
+"""Makes an optimized training program from a loss function by passes, and reports the effect of each.
 
     program = training_program(loss, optax.adamw(1e-3), autocast="bf16", chunk="64MiB")
     state, metrics = program.step(program.init(params), batch)
     print(program)
 
-Source: RAF, arXiv 2303.04759, whose compiler composes automatic differentiation, casts and rematerialization.
+Source: the compiler RAF, arXiv 2303.04759, which composes automatic differentiation, casts and rematerialization.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Pass(NamedTuple):
     """A pass of a program.
 
     Attributes:
-      name: for the table.
+      name: name in the table.
       transform: function from a loss to a loss.
-      report: function from the transformed loss to the lines that say what the pass did.
+      report: function from the transformed loss to the lines that report the effect of the pass.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Stage(NamedTuple):
     """A training step after one pass.
 
     Attributes:
-      name: the pass; "loss" before all passes.
+      name: the pass, or "loss" before all passes.
       step: the step.
-      report: function that returns the lines that say what the pass did.
+      report: function that returns the lines that report the effect of the pass.
     """
 
     name: str
@@ -84,12 +84,12 @@ class Stage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
-    """A training step, and the steps before each pass made it.
+    """A training step, and the steps before and after each pass.
 
     Attributes:
-      stages: the step as it stands and after each pass, in order.
-      plan: the choice that meets the memory budget; None without one.
-      arguments: shapes, dtypes and shardings of what the step takes; None if they were not given.
+      stages: the step before all passes and after each pass, in order.
+      plan: the choice that meets the memory budget. None without a budget.
+      arguments: shapes, dtypes and shardings of the arguments of the step. None if they were not given.
     """
 
     stages: Sequence[Stage]
@@ -117,14 +117,14 @@ class TrainingProgram:
         return self.train_step.eval_step
 
     def report(self) -> str:
-        """Returns a table of the step before the passes and after each: what it computes and holds, what a pass did.
+        """Returns a table of the products, temporaries and changes of the step before the passes and after each.
 
-        Products are those of one step on one device, by the dtypes of their operands. Temporaries are estimated from
-        the trace, see `passes.liveness`; under a memory budget, the last column has the bytes that XLA allocates.
+        Products are counted in one step on one device, by the dtypes of their operands. Temporaries are estimated from
+        the trace, see `passes.liveness`. Under a memory budget, the last column has the bytes that XLA allocates.
         """
         if self.arguments is None:
             names = " > ".join(stage.name for stage in self.stages)
-            return f"{names}: for figures, give training_program params=... and batch=..."
+            return f"{names}. For figures, give training_program params=... and batch=..."
         rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0
         for stage in self.stages:
             jaxpr = live_jaxpr(stage.step.step.trace(*self.arguments))
@@ -161,31 +161,31 @@ def training_program(
     """Returns the training program of a loss and an optimizer.
 
     The passes run in the order of their arguments. Kernels and residual selection need the narrow dtypes that autocast
-    chooses; chunks are made of what no kernel computes.
+    chooses. Chunks are made only of values that no kernel computes.
 
     Args:
       loss_fn: loss as for `step.train_step`.
       optimizer: an Optax transformation, as for `step.train_step`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
-        `passes.autocast`; by default the policy's own. fp16 adds a loss scale, see `step.loss_scale`.
-      kernels: call the platform's attention kernel where it takes the call, see `passes.kernels`.
-      chunk: "64MiB" or bytes: compute intermediates above this size in chunks, see `passes.chunk`.
-      residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
+        `passes.autocast`. By default it is `options.policy.autocast`. fp16 adds a loss scale, see `step.loss_scale`.
+      kernels: whether to call the platform's attention kernel if it takes the call, see `passes.kernels`.
+      chunk: size above which intermediates are computed in chunks, "64MiB" or bytes, see `passes.chunk`.
+      residuals: whether to recompute cheap intermediates in the backward pass if that keeps fewer bytes, see
         `passes.residuals`.
-      memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
+      memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes. The values that are saved
         for the backward pass are chosen to fit, see `passes.remat`. If no choice fits, long scans are split in two and
         large intermediates are computed in chunks, before `residuals`. By default the loss function decides.
-      remat: options of that choice: regions, least bytes, number of programs.
-      simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
-        stochastically if `options.policy` rounds in hardware; see `passes.neuron_simulator`.
-      options: precision, accumulation and devices; fp32 on one device by default.
-      params: shapes of the parameters; needed with a memory budget, and as for `step.train_step`.
-      batch: shapes of a batch; needed with a memory budget. With `params`, the step is traced here.
+      remat: options of the choice of saved values.
+      simulate: the `--auto-cast` of a Neuron core by which the whole step is rounded, see `passes.neuron_simulator`.
+        The core rounds stochastically if `options.policy` rounds in hardware.
+      options: precision, accumulation and devices, by default fp32 on one device.
+      params: shapes of the parameters, needed with a memory budget, and as for `step.train_step`.
+      batch: shapes of a batch, needed with a memory budget. With `params`, the step is traced here.
       model_state: shapes of the model state, as for `step.train_step`.
       has_aux: whether the loss function returns auxiliary values, as for `step.train_step`.
 
     Raises:
-      ValueError: as `step.train_step`; an invalid pass; no program that was tried fits the budget.
+      ValueError: as for `step.train_step`, or an invalid pass, or a budget that no program tried fits.
     """
     autocast = options.policy.autocast if autocast is None else autocast
     before = _passes(autocast=autocast, kernels=kernels, chunk=chunk, platform=options.platform)
@@ -197,7 +197,7 @@ def training_program(
     stages = _apply_passes([Stage("loss", _warned_of_shared_keys(step, loss_fn, options), str)], before)
     if params is None or batch is None:
         if memory_budget is not None:
-            raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+            raise ValueError("memory_budget is compared with the compiled step. Give params=... and batch=... too.")
         return TrainingProgram(_apply_passes(stages, after))
     check_fields(batch)
     shapes_of_batch = jax.tree.map(_shape_of, batch)
@@ -238,12 +238,12 @@ def _check_passes(
     if autocast is not None and options.policy.compute != jnp.float32:
         raise ValueError(
             f"autocast={autocast!r} is for a loss that computes in fp32, and options.policy computes in "
-            f"{jnp.dtype(options.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
+            f"{jnp.dtype(options.policy.compute)}. Give policy=precision.POLICIES['fp32'], or leave autocast out."
         )
     if options.accumulate is not None and (passes or memory_budget):
-        raise ValueError("passes need a single loss function, not stages; leave options.accumulate out.")
+        raise ValueError("passes need a single loss function, not stages. Leave options.accumulate out.")
     if remat is not None and memory_budget is None:
-        raise ValueError("remat needs a memory budget; give memory_budget='12GiB' too.")
+        raise ValueError("remat needs a memory budget. Give memory_budget='12GiB' too.")
     if memory_budget is not None:
         parse_bytes(memory_budget, name="memory_budget")
 

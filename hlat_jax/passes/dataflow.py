@@ -1,7 +1,7 @@
-"""A program as data flow: the operations of a jaxpr, whose calls are inlined, and the values that they read and write.
+"""A program as data flow: the operations of a jaxpr with calls inlined, and the values that they read and write.
 
-`residuals` chooses among these values, `recompute` weighs what a backward pass computes again, and `liveness` adds up
-what lives at one time. In `rewrite.graph` parts of the program are replaced.
+`residuals` chooses among these values, `recompute` finds the cost of computing them again, and `liveness` adds up the
+bytes that live at one time. `rewrite.graph` replaces parts of the program.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Atom = core.Var | core.Literal
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call whose body is part of a program's data flow.
+    """A call with a body that is part of a program's data flow.
 
     Attributes:
-      eqn: the call, with the variables of its own jaxpr.
-      invars: the values that it reads.
-      results: the values that its body returns.
-      own: the values that its body, and the calls in it, write.
+      eqn: the call, with the variables of its jaxpr.
+      invars: the values that the call reads.
+      results: the values that the body returns.
+      own: the values that the body, and the calls in it, write.
     """
 
     eqn: core.JaxprEqn
@@ -38,13 +38,13 @@ class Call:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One equation of a program whose calls are inlined.
+    """One equation of a program with inlined calls.
 
     Attributes:
-      eqn: the equation, with the variables of its own jaxpr.
-      calls: the inlined calls around it, outermost first.
-      invars: the values that it reads.
-      outvars: the values that it writes.
+      eqn: the equation, with the variables of its jaxpr.
+      calls: the inlined calls around the equation, outermost first.
+      invars: the values that the operation reads.
+      outvars: the values that the operation writes.
     """
 
     eqn: core.JaxprEqn
@@ -54,17 +54,17 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
+        """The name of the primitive."""
         return self.eqn.primitive.name
 
     @property
     def operands(self) -> list[core.Var]:
-        """The values that it reads, without literals."""
+        """The values that the operation reads, without literals."""
         return variables(self.invars)
 
     @property
     def enclosing(self) -> tuple[core.JaxprEqn, ...]:
-        """The calls around it, and the equation itself."""
+        """The calls around the equation, and the equation itself."""
         return (*(call.eqn for call in self.calls), self.eqn)
 
 
@@ -73,11 +73,11 @@ _Part = TypeVar("_Part", Op, core.JaxprEqn)  # anything with `invars` and `outva
 
 
 class Dataflow(Generic[_Op]):
-    """The operations of a jaxpr, in order. Each value is a variable of its own, also if a jaxpr is called twice.
+    """The operations of a jaxpr, in order. Each value has its own variable, also if a jaxpr is called twice.
 
     Args:
-      jaxpr: open.
-      inlined: equation -> the body of a call, which is read as if its equations stood in its place, or None.
+      jaxpr: open jaxpr.
+      inlined: function from an equation to the body of a call that is inlined, or to None for other equations.
       consts: values of the constants, if they are known.
       op: the type of the operations.
 
@@ -86,8 +86,8 @@ class Dataflow(Generic[_Op]):
       inputs: the constants and inputs.
       outputs: the results.
       constants: the values of constants that are known, of inlined calls too.
-      producer: value -> the operation that writes it, for values that are no inputs.
-      number: value -> its place in the order in which values are written.
+      producer: value -> the operation that writes the value, for values that are not inputs.
+      number: value -> position of the value in the order in which values are written.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Dataflow(Generic[_Op]):
         self.number = {value: number for number, value in enumerate(values)}
 
     def atom(self, var: Atom) -> Atom:
-        """Returns the value of a variable of the jaxpr; a literal stays itself."""
+        """Returns the value of a variable of the jaxpr, or a literal as it is."""
         return _atom(var, self._env)
 
     def _read(
@@ -134,7 +134,7 @@ class Dataflow(Generic[_Op]):
 
 
 def num_bytes(value: core.Var) -> int:
-    """Returns the bytes of a value, by its type."""
+    """Returns the bytes of a value."""
     return aval_bytes(value.aval)
 
 
@@ -143,7 +143,7 @@ def _atom(var: Atom, env: dict[core.Var, Atom]) -> Atom:
 
 
 def readers(ops: Sequence[Op]) -> dict[core.Var, list[int]]:
-    """Returns value -> places of the operations that read it, in order; the last one ends its lifetime."""
+    """Returns value -> positions of the operations that read it, in order. The last one ends its lifetime."""
     places_by_value = collections.defaultdict(list)
     for place, op in enumerate(ops):
         for value in op.operands:

@@ -1,7 +1,7 @@
-"""Finds products that are added to sums of squares: x·x - 2 x·y + y·y, whose terms cancel.
+"""Finds products that are added to sums of squares, as in x·x - 2 x·y + y·y.
 
-Such a sum is small beside its terms, so rounding a term or its factors loses the sum: the nearest code, a kernel matrix
-that is positive definite.
+The terms cancel, so rounding one of them loses the sum. Examples are the distance to the nearest code of a codebook,
+and a kernel matrix that must be positive definite.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def cancelled_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[core.V
     """Returns the variables of a jaxpr that are only added to sums of squares, after moves and scales by a number.
 
     Args:
-      jaxpr: open.
-      wanted: for each result, whether the caller only does that with it.
+      jaxpr: open jaxpr.
+      wanted: for each result, whether the caller only adds it to sums of squares.
     """
     flow = Dataflow(jaxpr, inlined=called)
     tags: dict[core.Var, str] = {}

@@ -1,9 +1,9 @@
-"""A `jax.checkpoint` whose backward pass runs in the order in which it is written, outside of loops too.
+"""A `jax.checkpoint` with a backward pass in the order in which it is written, outside of loops too.
 
-`jax.checkpoint` relies on optimization barriers. XLA for CPU removes these before it eliminates common subexpressions,
-so that outside of a loop it keeps the products that should be recomputed; and every compiler may put off the gradients
-of weights, with all that they read. Here the recomputation of a block waits for the gradients that enter it, and the
-gradients that leave it wait for those of its weights. On CPU the order is a dependency between the values.
+`jax.checkpoint` relies on optimization barriers. XLA for CPU removes the barriers before it eliminates common
+subexpressions, so outside of a loop it keeps the products that should be recomputed. And every compiler may put off the
+gradients of weights, with all that they read. Here the recomputation of a block waits for the gradients that enter it.
+The gradients that leave it wait for the gradients of its weights. On CPU the order is a dependency between the values.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[boo
     """Returns `fn` under `jax.checkpoint`, with a backward pass in order.
 
     Args:
-      fn: arrays -> list of arrays; closes over no traced values.
+      fn: function arrays -> list of arrays, which closes over no traced values.
       policy: the argument of `jax.checkpoint`.
-      waiting: for each argument, whether recomputation from it waits: activations should, weights need not. That from
-        saved values waits too.
+      waiting: for each argument, whether recomputation from it waits. Activations should wait, weights need not.
+        Recomputation from saved values waits too.
     """
     rematerialized = jax.checkpoint(fn, policy=policy)
 
@@ -53,11 +53,11 @@ class Linearized:
 
     Attributes:
       outs: the results.
-      held: what the derivative keeps.
-      push: held, tangents of the arguments -> tangents of the results.
-      after: values, others -> both; in the transpose, the values are available when the others are.
-      waits: for each array held, whether what is computed from it waits for the gradients that enter.
-      entering: for each tangent, whether its gradient waits for those of the others.
+      held: the arrays that the derivative keeps.
+      push: function (held, tangents of the arguments) -> tangents of the results.
+      after: function (values, others) -> both. In the transpose, the values are available when the others are.
+      waits: for each array held, whether computation from it waits for the gradients that enter.
+      entering: for each tangent, whether its gradient waits for the gradients of the others.
     """
 
     outs: list
@@ -74,8 +74,8 @@ def with_derivative(
     """Returns `fn` with another derivative, in every mode and order.
 
     Args:
-      fn: arrays -> list of arrays; closes over no traced values.
-      linearize: (arguments, numbers of those perturbed) -> results and derivative.
+      fn: function arrays -> list of arrays, which closes over no traced values.
+      linearize: function (arguments, numbers of the perturbed arguments) -> results and derivative.
       name: name of the function in jaxprs.
     """
 
@@ -180,7 +180,7 @@ _after.defjvp(lambda primals, tangents: (_after(*primals), tuple(tangents)))
 
 
 def barrier(values: list, others: list) -> tuple[list, list]:
-    """Returns the arguments behind an optimization barrier, as `jax.checkpoint` has one."""
+    """Returns the arguments behind an optimization barrier, as in `jax.checkpoint`."""
     arrays = [*values, *others]
     axes = [varying_axes(jax.typeof(array)) for array in arrays]
     # all results of a barrier vary over the axes of any operand

@@ -1,6 +1,6 @@
-"""Along which dimensions an equation computes every index alike, and the equation for a part of such a dimension.
+"""Finds dimensions along which an equation computes every index alike, and binds it for a part of such a dimension.
 
-Rules are by primitive, for what JAX lowers array code to; no op, such as a softmax, is known here.
+There is a rule for each primitive that JAX lowers array code to, and no rule for an op such as a softmax.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Link:
     """A dimension along which an equation computes every index alike, from the same index of its operands.
 
     Attributes:
-      operands: the dimension of each operand; None where an operand is the same for all indices.
-      results: the dimension of each result; None where the dimension is reduced.
-      reduction: which of `REDUCTIONS`, if the dimension is reduced.
+      operands: the dimension of each operand. None for an operand that is the same for all indices.
+      results: the dimension of each result. None if the dimension is reduced.
+      reduction: one of `REDUCTIONS` if the dimension is reduced, else "".
     """
 
     operands: tuple[int | None, ...]
@@ -46,7 +46,7 @@ class Link:
 
 
 def links(eqn: core.JaxprEqn) -> list[Link]:
-    """Returns the links of an equation. A dimension in none of them is mixed, or is of a primitive that has no rule.
+    """Returns the links of an equation. A dimension without a link is mixed, or its primitive has no rule.
 
     The link of a reshape holds for equal blocks of the dimension, as many as divide the sizes on both sides.
     """
@@ -115,13 +115,13 @@ def is_elementwise_call(eqn: core.JaxprEqn) -> bool:
 
 
 class Start(NamedTuple):
-    """Where a part of a dimension begins.
+    """The start of a part of a dimension.
 
     Attributes:
       dim: the dimension.
-      first: its first index in the whole.
+      first: first index of the part in the whole.
       new: the first index that is not in the part before, which the last part may overlap.
-      size: of the whole.
+      size: size of the whole.
     """
 
     dim: int
@@ -133,10 +133,14 @@ class Start(NamedTuple):
 def bind_part(
     eqn: core.JaxprEqn, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Start | None = None
 ) -> list[Any]:
-    """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
+    """Returns the results of an equation for operands with linked dimensions cut.
 
-    `start` is where the part of an iota begins, or of what a gather takes single indices from. Such a gather returns 0
-    for the indices of other parts: their sum is the whole result.
+    Args:
+      eqn: the equation.
+      operands: values of the operands, cut.
+      shapes: shapes of the cut results.
+      start: start of the part, for an iota or a gather of single indices. Such a gather returns 0 for the indices of
+        other parts, so the sum over all parts is the whole result.
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
     if is_elementwise_call(eqn):

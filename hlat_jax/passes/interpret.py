@@ -1,29 +1,25 @@
-"""The one interpreter of jaxprs: what an equation with bodies runs, and how a pass goes on into it.
+"""The one interpreter of jaxprs, which every pass uses to enter the bodies of equations.
 
-`map_jaxpr` traces a function and hands its jaxpr to a pass. `evaluate` runs the equations of a jaxpr in order: the pass
+`map_jaxpr` traces a function and hands its jaxpr to a pass. `evaluate` runs the equations of a jaxpr in order. The pass
 gives it a function of one equation and its operands, which are values, or facts on values such as labels. If the
-equation has bodies, `compound` returns them, and the pass goes on in one of these ways:
+equation has bodies, `compound` returns them, and the pass continues by one of these methods of `Compound`.
 
-| method of `Compound` | what it does | used to |
-|---|---|---|
-| `bind` | binds the equation again, with a function or a jaxpr in place of each body | change a program |
-| `bind_numbered` | the same, and a body knows the number of its trip or branch | draw random bits |
-| `forward` | facts on operands -> facts on results; a loop repeats until its carry is stable | find dtypes and labels |
-| `backward` | the results that are wanted -> the operands that they depend on | find readers |
+- `bind` binds the equation again, with a function or a jaxpr in place of each body. It is used to change a program.
+- `bind_numbered` does the same, and a body knows the number of its trip or branch. It is used to draw random bits.
+- `forward` maps facts on operands to facts on results, such as dtypes and labels. It repeats a loop until its carry is
+  stable.
+- `backward` maps the wanted results to the operands that they depend on. It is used to find readers.
 
-`compound` is the one function that knows the primitives with bodies:
+`compound` is the one function that knows the primitives with bodies.
 
-| primitives | bodies |
-|---|---|
-| `jit`, `closed_call`, `core_call`, `checkpoint`, `shard_map`, `custom_jvp_call`, `custom_vjp_call` | the function |
-| `cond` | its branches |
-| `scan` | one step |
-| `while` | one step, and a condition |
+- Calls have their function: `jit`, `closed_call`, `core_call`, `checkpoint`, `shard_map`, `custom_jvp_call`,
+  `custom_vjp_call`.
+- `cond` has its branches, `scan` has one step, and `while` has one step and a condition.
 
 A new call of JAX needs its name in `jaxpr.CALL_JAXPRS`. Another primitive with a body needs a function in `_READ`, and
-a case in `bind_numbered`. Reducers of scatters and bodies of kernels are no bodies here: they run on single elements
-and on blocks. `jaxpr.equations` counts their equations too. `Compound.bind` keeps a derivative rule as it is: a pass
-that changes what such a function computes makes a new rule, as `autocast_calls` does.
+a case in `bind_numbered`. Reducers of scatters and bodies of kernels are not bodies here, because they run on single
+elements and on blocks. `jaxpr.equations` counts their equations too. `Compound.bind` keeps a derivative rule as it is.
+A pass that changes such a function makes a new rule, as `autocast_calls` does.
 """
 
 from __future__ import annotations
@@ -60,13 +56,13 @@ Join = Callable[[Sequence[Sequence], Sequence], list]
 def map_jaxpr(
     fn: Callable[_Args, _Result], run: Callable[[core.ClosedJaxpr, list[Any]], Sequence[Any]]
 ) -> Callable[_Args, _Result]:
-    """Returns a function that traces `fn` in each call, and returns what `run` makes of the jaxpr and its inputs.
+    """Returns a function that traces `fn` in each call and returns the results of `run` for the jaxpr and its inputs.
 
     If a derivative rule closes over a traced array, the function warns and calls `fn` as it is.
 
     Args:
-      fn: a function that JAX can trace; arguments as for `jaxpr.trace_call`.
-      run: (jaxpr, inputs) -> results, which usually calls `evaluate`.
+      fn: a function that JAX can trace, with arguments as for `jaxpr.trace_call`.
+      run: function (jaxpr, inputs) -> results, which usually calls `evaluate`.
     """
 
     def mapped(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -90,11 +86,11 @@ def evaluate(
     """Returns the results of an open jaxpr for its constants and inputs.
 
     Args:
-      jaxpr: open, or anything with its fields, such as a `segments.Segment`.
+      jaxpr: open jaxpr, or anything with its fields, such as a `segments.Segment`.
       args: a value, or a fact, for each constant and input.
-      on_equation: (equation, operands) -> results.
-      parts: what stands for the equations, if given; it has `invars` and `outvars` too.
-      on_literal: the value of a literal.
+      on_equation: function (equation, operands) -> results.
+      parts: parts with `invars` and `outvars` that are run instead of the equations, if given.
+      on_literal: function from a literal to its value.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
@@ -112,9 +108,9 @@ class Body:
 
     Attributes:
       closed: the jaxpr.
-      reads: numbers of the operands of the equation that are its inputs.
-      param: the parameter of the equation that holds it.
-      branch: the number of a branch.
+      reads: numbers of the operands of the equation that are inputs of the jaxpr.
+      param: the parameter of the equation that holds the jaxpr.
+      branch: the number of the branch, for the branches of a `cond`.
     """
 
     closed: core.ClosedJaxpr
@@ -134,7 +130,7 @@ class Compound:
     Attributes:
       eqn: the equation.
       bodies: the function of a call, the branches of a `cond`, the step of a loop.
-      carried: the operands that a loop carries, which are its first results too; None if it is no loop.
+      carried: the operands that a loop carries, which are its first results too. None if it is not a loop.
       condition: the condition of a `while`.
     """
 
@@ -150,17 +146,17 @@ class Compound:
 
     @property
     def has_branches(self) -> bool:
-        """Whether one of the bodies runs, by the first operand."""
+        """Whether the first operand selects one of the bodies."""
         return self.name == "cond"
 
     def forward(self, facts: Sequence[Any], of_body: OfBody, join: Join) -> list[Any]:
         """Returns facts on the results from facts on the operands.
 
         Args:
-          facts: on the operands.
-          of_body: (jaxpr, facts on its inputs) -> facts on its results.
-          join: (facts on each path, facts on what selects the path) -> facts. Paths are the branches of a `cond`, or
-            the carry before a trip of a loop and after it.
+          facts: facts on the operands.
+          of_body: function (jaxpr, facts on its inputs) -> facts on its results.
+          join: function (facts on each path, facts on the operands that select the path) -> facts. Paths are the
+            branches of a `cond`, or the carry before a trip of a loop and after it.
         """
         if self.carried is not None:
             facts = self.in_any_trip(facts, of_body, join)
@@ -171,7 +167,7 @@ class Compound:
         return [*carry, *outs[0][len(carry) :]]
 
     def in_any_trip(self, facts: Sequence[Any], of_body: OfBody, join: Join) -> list[Any]:
-        """Returns facts on the operands of a loop that hold in each of its trips; see `forward`."""
+        """Returns facts on the operands of a loop that hold in each of its trips. Arguments are as for `forward`."""
         (body,), facts = self.bodies, list(facts)
         while True:
             carry, stop = facts[self.carried], []
@@ -184,11 +180,11 @@ class Compound:
             facts[self.carried] = joined
 
     def backward(self, wanted: Sequence[bool], of_body: OfBody) -> list[bool]:
-        """Returns the operands that the wanted results depend on, but for those that only a selection depends on.
+        """Returns for each operand whether a wanted result depends on it, apart from the selection of a path.
 
         Args:
-          wanted: for each result.
-          of_body: (jaxpr, its results that are wanted) -> its inputs that they depend on.
+          wanted: whether each result is wanted.
+          of_body: function (jaxpr, whether each result is wanted) -> whether a wanted result depends on each input.
         """
         wanted = list(wanted)
         while True:
@@ -211,8 +207,8 @@ class Compound:
 
         Args:
           operands: values of the operands.
-          replacement: body -> a closed jaxpr, or a function from the inputs of the body to the list of its results. It
-            may not read values of the surrounding trace; see `bind_numbered`.
+          replacement: function from a body to a closed jaxpr, or to a function from the inputs of the body to the list
+            of its results. It may not read values of the surrounding trace, unlike `bind_numbered`.
         """
         changed: dict[str, Any] = {}
         consts: list[Any] = []
@@ -235,7 +231,7 @@ class Compound:
 
         Args:
           operands: values of the operands.
-          run: (body or condition, number, inputs) -> results. The number is the number of the branch, of the row that
+          run: function (body or condition, number, inputs) -> results. It is the number of the branch, of the row that
             a trip of a `scan` reads, or of the trip of a `while`.
         """
         if self.has_branches:
@@ -277,13 +273,13 @@ def _branch(run: Callable[[Body, Any, list[Any]], Sequence[Any]], body: Body) ->
 
 
 def compound(eqn: core.JaxprEqn) -> Compound | None:
-    """Returns the bodies of an equation; None for an equation without bodies."""
+    """Returns an equation with its bodies, or None for an equation without bodies."""
     read = _READ.get(eqn.primitive.name)
     return None if read is None else read(eqn)
 
 
 def called(eqn: core.JaxprEqn) -> Body | None:
-    """Returns the one function that an equation calls with its operands; None if it calls none."""
+    """Returns the one function that an equation calls with its operands, or None if it calls none."""
     return _call(eqn).bodies[0] if eqn.primitive.name in CALL_JAXPRS else None
 
 
@@ -328,7 +324,14 @@ COMPOUND = frozenset(_READ)  # the names of the primitives with bodies
 def bind_shard_map(
     eqn: core.JaxprEqn, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
 ) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device, of more arguments."""
+    """Returns the results of a `shard_map` equation with another function on each device.
+
+    Args:
+      eqn: the equation.
+      local: function of one device, from the parts of `args` and all of `replicated` to its results.
+      args: operands of the equation.
+      replicated: more operands, which each device reads as a whole.
+    """
     params = eqn.params
     mapped = jax.shard_map(
         lambda *arrays: tuple(local(*arrays)),
@@ -347,9 +350,9 @@ def reaching(
     """Returns for each input of a jaxpr whether a value computed from it is an operand of a selected equation.
 
     Args:
-      jaxpr: open.
-      is_end: selects equations.
-      wanted: for each result, whether reaching it counts too; by default, no result does.
+      jaxpr: open jaxpr.
+      is_end: function that selects equations.
+      wanted: for each result, whether reaching it counts too. By default, no result counts.
     """
     reaching_vars = {
         var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)
@@ -367,10 +370,7 @@ def reaching(
 
 
 def stops_on_floats(eqn: core.JaxprEqn) -> bool:
-    """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
-
-    The condition of a `fori_loop` counts, and reads none.
-    """
+    """Returns whether floats that a `while` carries enter into its condition in any trip. In a `fori_loop` none do."""
 
     def of_body(closed: core.ClosedJaxpr, wanted: list[bool]) -> list[bool]:
         return reaching(closed.jaxpr, lambda eqn: False, wanted=wanted)

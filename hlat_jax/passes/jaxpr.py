@@ -1,4 +1,4 @@
-"""Reads and rebinds the equations of traced programs; hides the differences of jaxprs between JAX versions."""
+"""Reads and rebinds the equations of traced programs, and hides the differences of jaxprs between JAX versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def primitives(names: str) -> frozenset[str]:
 CHECKPOINT = "remat2"
 # Calls that do nothing but run their function.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
-RULE_WITH_TRACER = "its derivative rule closes over a traced array; make the array an argument of the function"
+RULE_WITH_TRACER = "its derivative rule closes over a traced array. Make the array an argument of the function"
 # Primitives that call one function on their operands and return its results -> the parameter that holds its jaxpr.
 CALL_JAXPRS = {
     "jit": "jaxpr",
@@ -77,17 +77,17 @@ def is_literal(atom: Any) -> bool:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the operands or results that are no literals."""
+    """Returns the operands or results that are not literals."""
     return [atom for atom in atoms if not is_literal(atom)]
 
 
 def values_of(atoms: Iterable[Any], env: Mapping[Any, Any]) -> list[Any]:
-    """Returns the values of literals, and those that variables have in `env`."""
+    """Returns the values of literals, and the values of variables in `env`."""
     return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
 def inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yields the (open) jaxprs among the parameters of an equation: of the function called, of branches, of kernels."""
+    """Yields the open jaxprs among the parameters of an equation, such as a called function, branches and kernels."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(item, "jaxpr", item)
@@ -96,7 +96,7 @@ def inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
 
 
 def reference_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the jaxpr of what a kernel computes, where its primitive has a `reference`; None for other equations."""
+    """Returns the jaxpr of the `reference` function of a kernel's primitive, or None for other equations."""
     reference = getattr(eqn.primitive, "reference", None)
     if reference is None:
         return None
@@ -107,7 +107,7 @@ def equations(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[core.Jaxpr
     """Yields (equation, number of executions) for every equation of a jaxpr, each followed by the equations inside it.
 
     A `while` counts as one trip, and every branch of a `cond` as taken. The derivative rules of `custom_vjp` are not
-    included: they appear in the trace of a gradient.
+    included, because they appear in the trace of a gradient.
     """
     for eqn in jaxpr.eqns:
         yield eqn, trips
@@ -116,7 +116,10 @@ def equations(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[core.Jaxpr
 
 
 def inner_trips(eqn: core.JaxprEqn) -> int:
-    """Returns how often an equation runs the jaxprs inside it: the length of a scan, the grid of a kernel, else 1."""
+    """Returns how often an equation runs the jaxprs inside it.
+
+    This is the length of a scan, the number of programs in the grid of a kernel, and otherwise 1.
+    """
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "pallas_call":
@@ -125,13 +128,13 @@ def inner_trips(eqn: core.JaxprEqn) -> int:
 
 
 def called_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the open jaxpr of the one function that an equation calls with its operands; None if it calls none."""
+    """Returns the open jaxpr of the one function that an equation calls with its operands, or None."""
     key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
 
 
 def plain_call(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the closed jaxpr of a call that only runs its function, and places no arrays; None for others."""
+    """Returns the closed jaxpr of a call that only runs its function and places no arrays, or None for others."""
     if eqn.primitive.name not in PLAIN_CALLS:
         return None
     params, body = eqn.params, eqn.params[CALL_JAXPRS[eqn.primitive.name]]
@@ -142,7 +145,7 @@ def plain_call(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
 
 
 def aval_bytes(aval: Any) -> int:
-    """Returns the size in bytes of an abstract value; 0 for one without a shape, such as a token."""
+    """Returns the size in bytes of an abstract value, or 0 if it has no shape, such as a token."""
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
@@ -152,7 +155,7 @@ def is_transposed(eqn: core.JaxprEqn) -> bool:
 
 
 def op_name(eqn: core.JaxprEqn) -> str | None:
-    """Returns the name of the function that an equation calls, as in its `def`; None if it calls none."""
+    """Returns the name in the `def` of the function that an equation calls, or None if it calls none."""
     if eqn.primitive.name == "jit":
         return eqn.params["name"]
     if eqn.primitive.name == "pallas_call":
@@ -162,14 +165,14 @@ def op_name(eqn: core.JaxprEqn) -> str | None:
 
 
 def source_of(eqn: core.JaxprEqn) -> str:
-    """Returns "file.py:line (function)" of the user's line that an equation comes from; "" if it is not known."""
+    """Returns "file.py:line (function)" of the user's line that an equation comes from, or "" if it is unknown."""
     text = source_info_util.summarize(eqn.source_info)
     parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
     return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
 
 
 def jax_function(eqn: core.JaxprEqn) -> str | None:
-    """Returns the name of the function of JAX itself that an equation calls, as `op_name`; None if it calls none."""
+    """Returns the `op_name` of an equation that calls a function of JAX itself, or None for other equations."""
     inner = called_jaxpr(eqn)
     return op_name(eqn) if inner is not None and (inner.debug_info.func_filename or "").startswith(_JAX) else None
 
@@ -202,9 +205,9 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def rule_with_tracer(jaxpr: core.Jaxpr) -> tuple[str, str] | None:
-    """Returns the name of a function whose derivative rule closes over a traced array, and where it is called, if any.
+    """Returns (name, place of the call) of a function with a derivative rule that closes over a traced array, or None.
 
-    Such a rule can run only while the trace of the array does: not from a jaxpr, nor under `jax.jit` or
+    Such a rule can run only while the array is traced. It cannot run from a jaxpr, or under `jax.jit` or
     `jax.checkpoint` around the function that computes the array.
     """
     for eqn, _ in equations(jaxpr):
@@ -244,10 +247,10 @@ def _holds_tracer(rules: list[Any]) -> bool:
 
 
 def warn_of_rule_with_tracer(fn: Any, jaxpr: core.Jaxpr) -> tuple[str, str] | None:
-    """Returns the `rule_with_tracer` of a function, with a warning that passes leave the function as it is for it."""
+    """Returns the `rule_with_tracer` of a function, and warns if there is one that passes leave the function as is."""
     rule = rule_with_tracer(jaxpr)
     if rule is not None:
-        text = f"passes leave {function_name(fn)} as it is: {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}"
+        text = f"passes leave {function_name(fn)} as it is, because of {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
         warnings.warn(text, stacklevel=3)
     return rule
 
@@ -282,7 +285,7 @@ def bind_again(eqn: core.JaxprEqn, args: Sequence[Any], **changed: Any) -> list[
 
 
 def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
-    """Returns a function of many arguments as one of those of these numbers."""
+    """Returns `fn` as a function of only the arguments at these positions. The others are fixed to `primals`."""
 
     def of_perturbed(*perturbed: Any) -> list:
         merged = list(primals)
@@ -310,16 +313,16 @@ def inputs_of(jaxpr: core.Jaxpr, at: int) -> list[bool]:
 
 
 def without_dead_code(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Returns an open jaxpr without what nothing depends on; its inputs and results are the same."""
+    """Returns an open jaxpr with the same inputs and results, without equations that no result depends on."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def without_consts(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, list[Any]]:
-    """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
+    """Returns (open jaxpr, constants) of a closed jaxpr. The open jaxpr takes the constants before its operands."""
     jaxpr = closed.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(closed.consts)
 
 
 def is_inexact(aval: Any) -> bool:
-    """Returns whether values of this type have a derivative: they are floating-point or complex."""
+    """Returns whether values of this type are floating-point or complex, and so have a derivative."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)

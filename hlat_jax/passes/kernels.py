@@ -4,10 +4,10 @@
     value, grads = jax.value_and_grad(loss)(params, batch)
     print(loss.report())
 
-On GPUs the kernel is cuDNN's, through `jax.nn.dot_product_attention`; on Neuron it is nkilib's, see `ops.nki`.
+On GPUs the kernel is cuDNN's, through `jax.nn.dot_product_attention`. On Neuron it is nkilib's, see `ops.nki`.
 Attention that no kernel takes is left as it is, and so is a whole function on other platforms. Each call is compared
 with the original first, see `passes.rewrite`.
-Source: RAF, arXiv 2303.04759, whose implementations take over patterns of its operators.
+Source: RAF, arXiv 2303.04759, in which kernels take over patterns of operators.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def kernels(
     """Returns a function with the same arguments and results that calls the attention kernel of a platform.
 
     Apply it before `jax.grad`, and after `autocast`: cuDNN takes only bf16 and fp16. The kernels have no forward mode.
-    Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`. `report()` lists the calls, and why other
-    attention is left as it is.
+    Each call traces `fn` again, so wrap the result, or its caller, in `jax.jit`. `report()` lists the calls, and why
+    other attention is left as it is.
 
     Args:
-      fn: a function that JAX can trace; arguments as for `autocast`.
+      fn: a function that JAX can trace, with arguments as for `autocast`.
       platform: the platform that runs the function, by default the platform of JAX's default device.
       check: whether each call is compared with the original before it is used, on this machine's CPU without the
         kernel.
@@ -89,7 +89,7 @@ def kernels(
     if platform is None:
         platform = jax.default_backend()
     elif platform not in _PLATFORMS:
-        raise ValueError(f"kernels: platform={platform!r} is not one of {', '.join(_PLATFORMS)}.")
+        raise ValueError(f"kernels: platform={platform!r} is unknown. Use one of {', '.join(_PLATFORMS)}.")
     kernel = _KERNELS.get(platform)
     if kernel is None:
         return Rewritten(fn, name="kernels", matchers=(), check=check, note=f"platform {platform} has none")

@@ -1,12 +1,11 @@
 """Estimates the peak bytes of temporaries of a traced program from the lifetime of every value in it.
 
-The model of the buffers that a compiler allocates:
-- products, reductions, loops and collectives write buffers; elementwise operations are fused into their readers, unless
-  that would compute an exponential or a quotient twice;
-- a loop writes its stacked results in place, and updates its carry in place if the old value is not read again;
-- a product copies an operand whose dims are in another order than it reads, and runs just before its result is first
-  read: the gradients of weights last.
-Shapes inside `shard_map` are those of one device. Arguments, and results that reuse donated arguments, are not
+Products, reductions, loops and collectives write buffers. Elementwise operations are fused into their readers, unless
+an exponential or a quotient would be computed twice. A loop writes its stacked results in place. It updates its carry
+in place if the old value is not read again. A product copies an operand if its dims are in another order than the
+product reads them. A product runs just before its result is first read, so the gradients of weights run last.
+
+Shapes inside `shard_map` are the shapes on one device. Arguments, and results that reuse donated arguments, are not
 temporaries. tests/plan/test_memory.py compares the estimate with XLA's allocation on CPU.
 """
 
@@ -50,7 +49,7 @@ def estimated_temporaries(jaxpr: core.Jaxpr, arguments: Any) -> Peak:
 
     Args:
       jaxpr: the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
-      arguments: their shapes and shardings.
+      arguments: shapes and shardings of the arguments.
     """
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
     owned = set(variables(program.outputs))
@@ -65,7 +64,7 @@ class Peak(NamedTuple):
 
     Attributes:
       total: all temporaries.
-      in_loops: values that loops carry or stack, at their own peak: kept activations and sums of gradients.
+      in_loops: values that loops carry or stack, such as kept activations and sums of gradients, at their own peak.
       kept: values that forward passes keep for backward passes, at their own peak.
     """
 

@@ -1,9 +1,9 @@
-"""Names every float intermediate of a function, and makes functions whose backward pass saves chosen ones.
+"""Names every float intermediate of a function, and makes functions with a backward pass that saves chosen ones.
 
-A name is the primitive and its number in the function, `dot_general.3`: the same function, shapes and version of JAX
-give the same names. Values inside calls (`jit`) and inside the function's own `jax.checkpoint` are named too, and both
-remain in the function; values chosen inside a `jax.checkpoint` are saved. Loops, `custom_vjp` and kernels are not
-looked into, but names that the derivative rule of a `custom_vjp` gives itself can be chosen.
+A name is the primitive and its number in the function, such as `dot_general.3`. The same function, shapes and version
+of JAX give the same names. Values inside calls (`jit`) and inside the function's own `jax.checkpoint` are named too.
+Both remain in the function, and values chosen inside a `jax.checkpoint` are saved. Values inside loops, `custom_vjp`
+and kernels have no names, but names that the derivative rule of a `custom_vjp` gives itself can be chosen.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SEGMENT, _LOOP = "segment", "scan"  # begin the names of values in segments, an
 
 
 class MissingValues(ValueError):
-    """Chosen values that a function does not have."""
+    """The function has no values of the chosen names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RematChoice:
-    """The values that are saved for the backward pass; all others are recomputed.
+    """The values that are saved for the backward pass. All others are recomputed.
 
     Attributes:
-      saved: their names.
+      saved: names of the saved values.
       stock_policy: one of `config.STOCK_POLICIES`, used instead of names.
     """
 
@@ -60,7 +60,7 @@ class RematChoice:
 
     @property
     def policy(self) -> Callable:
-        """The policy of `jax.checkpoint` that saves them."""
+        """The policy of `jax.checkpoint` that saves these values."""
         if self.stock_policy:
             return getattr(checkpoint_policies, self.stock_policy)
         policy = checkpoint_policies.save_only_these_names(*self.saved)
@@ -74,15 +74,15 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
     """Returns `fn` with a backward pass that saves the arguments of each of its regions and the chosen values.
 
     Args:
-      fn: a function of arrays; what it closes over is saved too.
-      choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or with that of the
-        segment's kind, `segment0.`, or with nothing if the region is the function. A stock policy is for all of it.
-      region: what a checkpoint covers: the body of each outermost `lax.scan` (loops), each of its `segments`, the
+      fn: a function of arrays. Values that it closes over are saved too.
+      choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or with the number of
+        the segment's kind, `segment0.`, or with nothing if the region is the function. A stock policy covers `fn`.
+      region: extent of a checkpoint: the body of each outermost `lax.scan` (loops), each of the `segments`, the
         function (whole), or the regions that the names come from, without names the first of `regions` (auto).
-      prevent_cse: the argument of `jax.checkpoint` for the function; may be False if it is the whole body of a loop.
+      prevent_cse: the argument of `jax.checkpoint` for the function. It may be False if `fn` is a whole loop body.
 
     Raises:
-      ValueError: when called: `fn` has no such regions, or (MissingValues) a choice of values that they do not have.
+      ValueError: at a call, if `fn` has no such regions, or (MissingValues) if the regions have no such values.
     """
     elide_idle_roundings()
     whole = jax.checkpoint(_with_names(fn, choice, "whole"), policy=choice.policy, prevent_cse=prevent_cse)
@@ -108,7 +108,7 @@ def _region_of(choice: RematChoice) -> str:
 
 
 def regions(jaxpr: core.Jaxpr) -> list[str]:
-    """Returns the regions that serve a function; the first is used where they are not compared."""
+    """Returns the regions that a function supports. The first is used if they are not compared."""
     has_segments = bool(segments(jaxpr))
     if num_loops(jaxpr):
         return ["loops", "segments"] if has_segments else ["loops"]
@@ -118,7 +118,7 @@ def regions(jaxpr: core.Jaxpr) -> list[str]:
 
 
 def segments(jaxpr: core.Jaxpr) -> list[Segment]:
-    """Returns the segments of a function, including those inside calls; none if they compute too little of it."""
+    """Returns the segments of a function, inside calls too, or none if they compute too little of the function."""
     candidates = list(_segments(jaxpr, best_limit(jaxpr)))
     return candidates if is_worthwhile(candidates, jaxpr) else []
 
@@ -139,12 +139,12 @@ def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
         jaxpr, namer, operands = closed.jaxpr, _Namer(choice), (*closed.consts, *leaves)
         if region == "loops" and not num_loops(jaxpr):
             raise ValueError(
-                f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
+                f"{function_name(fn)} has no lax.scan at its top level or inside jit. Give the layer itself."
             )
         if region == "segments" and not segments(jaxpr):
             raise ValueError(
-                f"{function_name(fn)} has no segments: few of its operations are outside of loops, or compute floats; "
-                "set region='loops' or 'whole'."
+                f"{function_name(fn)} has no segments, since few of its operations compute floats outside of loops. "
+                "Set region='loops' or 'whole'."
             )
         if region == "whole":
             outs = _emit(jaxpr, operands, namer.names(""))
@@ -199,7 +199,7 @@ class _Namer:
         missing = {name for name in self.choice.saved if "." in name} - self.given
         if missing:
             raise MissingValues(
-                f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
+                f"{function_name(fn)} has no values {', '.join(sorted(missing))}, which were chosen for another "
                 "function, other shapes or another JAX version. Run remat.fit again."
             )
 

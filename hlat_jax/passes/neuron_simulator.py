@@ -3,29 +3,30 @@
     simulated = simulate(train_step, SimulatedCore(stochastic_rounding=True))
     state, metrics = simulated((seed, step), state, batch, learning_rate)
 
-Apply it to the function that contains `jax.grad`, such as a whole training step. It is a simulator: its rules follow
-Neuron's documentation, and have not been compared with a device.
+Apply it to the function that contains `jax.grad`, such as a whole training step. Its rules follow Neuron's
+documentation, and have not been compared with a device.
 
-A value is *simulated*, as bf16, if it is declared bf16; with `auto_cast="all"` also if it is declared fp32 and computed
-from a floating-point argument. What is computed from integers and constants alone, such as positions, tables of RoPE
-and bias corrections of Adam, is computed as declared, as if on the host, and rounded to nearest where it meets others.
+A value is *simulated*, as bf16, if it is declared bf16. With `auto_cast="all"` an fp32 value is simulated too if it is
+computed from a floating-point argument. Values computed only from integers and constants are computed as declared, as
+if on the host. They are rounded to nearest if they meet others. Examples are positions, tables of RoPE and bias
+corrections of Adam.
 
-- Each primitive of JAX reads simulated operands, computes in fp32, and rounds its result once. A core that fuses
-  several into one instruction rounds less often. Moves, selections, maxima and negations do not round.
-- Products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. The order of the terms is XLA's, not
-  that of the tiles of 128 terms of a tensor engine: adding up such tiles in turn changes 2 in 10,000 bf16 results of
-  products of 512 terms, by one step of bf16, and takes up to 1.7 times as long.
-- `jax.checkpoint` draws new bits where it computes again, so a recomputed value may differ from the first one.
+Each primitive of JAX reads simulated operands, computes in fp32, and rounds its result once. A core that fuses several
+primitives into one instruction rounds less often. Moves, selections, maxima and negations do not round.
 
-The random bits are `precision.random_bits` of the words of the call, the number of the equation in the trace, the
-iterations of the loops around it, and the index of the element. The same words give the same bits. Another program
-draws other bits, even if it computes the same values.
+Products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. XLA orders the terms, and not the tiles
+of 128 terms of a tensor engine. Adding up such tiles in turn changes 2 in 10,000 bf16 results of products of 512
+terms, by one step of bf16. It takes up to 1.7 times as long. `jax.checkpoint` draws new bits when it computes again,
+so a recomputed value may differ from the first one.
 
-Outside `shard_map` the index is that in the global array, so bits depend neither on the mesh nor on the number of
-processes nor on how arrays are sharded. Inside, it is the index in the device's part, with the position of the device
-along those mesh axes over which the value varies, in any of its elements: replicas of a value get the same bits, its
-shards different ones, and the bits of a sharded value do depend on the number of shards. Sums over a sharded dimension
-may differ from mesh to mesh by the order of their terms, in fp32.
+`precision.random_bits` makes the bits from the words of the call, the number of the equation, the iterations of loops,
+and the index of the element. The same words give the same bits. Another program draws other bits, even if it
+computes the same values.
+
+Outside `shard_map` the index is the index in the global array. Bits then depend neither on the mesh nor on the number
+of processes nor on the sharding. Inside, it is the index in the device's part, with the position of the device along
+the mesh axes over which the value varies. So replicas of a value get the same bits and its shards different bits, which
+depend on the number of shards. Sums over a sharded dimension may differ from mesh to mesh by the order of their terms.
 
 Source: AWS Neuron documentation: neuronx-cc CLI reference (`--auto-cast`), runtime configuration
 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`, which applies to every cast from fp32); HLAT, arXiv 2404.10630, section III-D.
@@ -79,13 +80,14 @@ _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "low")  # parameters 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedCore:
-    """How the simulated core rounds.
+    """The rounding of the simulated core.
 
     Attributes:
-      auto_cast: as `--auto-cast` of neuronx-cc. "none": values declared bf16 alone are rounded; "matmult": operands of
-        fp32 products too; "all": every fp32 value, as under `XLA_USE_BF16=1` of PyTorch/XLA, with which HLAT-7B was
-        trained.
-      stochastic_rounding: as `NEURON_RT_STOCHASTIC_ROUNDING_EN`: stochastically, or else to nearest even.
+      auto_cast: values to round, as in `--auto-cast` of neuronx-cc. "none" rounds only values declared bf16, and
+        "matmult" also operands of fp32 products. "all" rounds every fp32 value, as `XLA_USE_BF16=1` of PyTorch/XLA
+        does, with which HLAT-7B was trained.
+      stochastic_rounding: whether to round stochastically, as with `NEURON_RT_STOCHASTIC_ROUNDING_EN`, or to nearest
+        even.
 
     Raises:
       ValueError: another value of `auto_cast`.
@@ -102,15 +104,15 @@ class SimulatedCore:
 def simulate(fn: Callable, core: SimulatedCore) -> Callable:
     """Returns a function of `(words, *args, **kwargs)` that computes `fn` of the arguments on the simulated core.
 
-    Results have the shapes and dtypes of those of `fn`. `words` are uint32 scalars from which the random bits are made,
-    such as a seed and the number of a step; without stochastic rounding they have no effect.
+    Results have the same shapes and dtypes as without the simulator. `words` are uint32 scalars that seed the random
+    bits, such as a seed and the number of a step. Without stochastic rounding they have no effect.
 
     Args:
       fn: a function that JAX can trace, gradients included, of pytrees of arrays and of anything else.
+      core: the rounding.
 
     Raises:
-      ValueError: when called: an operation with bf16 values that the simulator does not know, with its source line; or
-        the result is differentiated.
+      ValueError: at a call, an unknown operation with bf16 values (with its source line), or a derivative of the call.
     """
 
     @functools.wraps(fn)
@@ -137,8 +139,8 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
 def simulate_step(step: Callable, *, core: SimulatedCore) -> Callable:
     """Returns a training step, (state, batch, learning_rate) -> (state, metrics), on the simulated core.
 
-    Its random bits are made from the seed in the state and the number of the step, so that a run that is resumed draws
-    those of one that is not.
+    The seed in the state and the number of the step give the random bits. So a resumed run draws the same bits as a
+    run without a break.
     """
 
     @functools.wraps(step)
@@ -157,8 +159,8 @@ def _without_derivative(array: jax.Array) -> jax.Array:
 @_without_derivative.defjvp
 def _refuse(primals, tangents):
     raise ValueError(
-        "a simulated function has no derivative: apply the simulator to the function that contains jax.grad, such as "
-        "simulate(jax.grad(loss), core), so that the backward pass is rounded too."
+        "a simulated function has no derivative. To round the backward pass too, simulate the function that contains "
+        "jax.grad:\n  simulate(jax.grad(loss), core)"
     )
 
 
@@ -279,7 +281,7 @@ def _operation(sim: _Simulation, eqn: jax_core.JaxprEqn, values: list[_Value], o
         if has_simulated or any(True for _ in inner_jaxprs(eqn)):
             raise ValueError(
                 f"{site.place}: the simulator does not know the operation {name}. Compute it outside of the simulated "
-                "function, or add it to EXACT or ROUNDED of hlat_jax.passes.neuron_simulator, by how it rounds."
+                "function, or add it to EXACT or ROUNDED of hlat_jax.passes.neuron_simulator."
             )
         return rebind(eqn, operands)
     if name in PRODUCTS and sim.core.auto_cast == "matmult":

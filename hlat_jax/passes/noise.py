@@ -17,10 +17,10 @@ _DRAWS = primitives("random_bits random_split random_gamma")
 
 
 def warn_of_shared_keys(loss: Callable, *, num_parts: int) -> Callable:
-    """Returns the loss, which warns when it is first traced if it reads no keys, or draws for several rows from one.
+    """Returns the loss, which warns at its first trace if it reads no keys, or draws for several rows from one key.
 
     Args:
-      loss: (params, rows, model state) -> results, for the rows of one part of the batch.
+      loss: function (params, rows, model state) -> results, for the rows of one part of the batch.
       num_parts: number of parts, over devices and microbatches.
     """
     is_examined = False
@@ -56,8 +56,8 @@ def _warnings(loss: Callable, params: Any, rows: Any, model_state: Any, *, num_p
     draws = list(_draws(jaxpr, ""))
     if keys and draws and not any(operand is key for eqn in jaxpr.eqns for operand in eqn.invars for key in keys):
         yield (
-            "the loss is given random keys and reads none of them: what it draws is the same in every step. With Flax "
-            "NNX, nnx.reseed takes the names of the streams of nnx.Rngs; nnx.Rngs(0) has one, named default."
+            "the loss is given random keys and reads none of them, so it draws the same numbers in every step. With "
+            "Flax NNX, give nnx.reseed the names of the streams of nnx.Rngs, of which nnx.Rngs(0) has one, default."
         )
     draws = draws if num_parts > 1 else []
     try:
@@ -70,9 +70,9 @@ def _warnings(loss: Callable, params: Any, rows: Any, model_state: Any, *, num_p
     for place, shape in dict.fromkeys(dependent_draws):
         yield (
             f"{place}: the loss draws random numbers of shape {shape} from one key for all rows of a part of the "
-            f"batch. They depend on how it is split, here into {num_parts} parts over devices and microbatches, and a "
-            "constant key gives each part the same. Take `keys` in the loss function, one for each row, and draw with "
-            "jax.vmap over rows and keys."
+            f"batch. They depend on the split into {num_parts} parts over devices and microbatches, and a constant "
+            "key gives each part the same. Take `keys` in the loss function, one for each row, and draw with jax.vmap "
+            "over rows and keys."
         )
 
 

@@ -1,8 +1,8 @@
-"""What the values of a traced program come from: floating-point arguments, and parts that mesh axes split.
+"""Finds the origins of the values of a traced program: floating-point arguments, and parts that mesh axes split.
 
-A value has labels: `DATA` if it was computed from a floating-point argument, and, inside `shard_map`, the manual mesh
-axes over which it varies. What is computed from integers and constants alone has no `DATA`, and what an all-reduce or
-an all-gather over an axis returns has no label of that axis. Labels do not depend on `check_vma` of `shard_map`.
+A value has the label `DATA` if it was computed from a floating-point argument. Inside `shard_map` it also has the
+manual mesh axes over which it varies. Values computed only from integers and constants have no `DATA`. Results of an
+all-reduce or an all-gather over an axis lack the axis. Labels do not depend on `check_vma` of `shard_map`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REPLICATES = ALL_REDUCES | {"all_gather", "all_gather_invariant"}
 
 
 def constant_labels(constant: Any) -> Labels:
-    """Returns the labels of a constant: none, or `DATA` if it is a value of a surrounding trace."""
+    """Returns the labels of a constant, which are none, or `DATA` for a value of a surrounding trace."""
     return frozenset({DATA}) if isinstance(constant, jax.core.Tracer) else NONE
 
 

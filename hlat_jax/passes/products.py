@@ -23,7 +23,7 @@ def live_jaxpr(traced: Any) -> Any:
 
 
 def total_flops(jaxpr: core.Jaxpr) -> float:
-    """Returns the FLOPs of all products of a program, on one device; every branch of a `cond` counts."""
+    """Returns the FLOPs of all products of a program on one device. Every branch of a `cond` counts."""
     return sum(trips * count for count, _, trips in products(jaxpr))
 
 
@@ -48,10 +48,10 @@ def products_by_dtype(jaxpr: core.Jaxpr) -> dict[str, int]:
 
 
 def product_flops(eqn: core.JaxprEqn) -> float:
-    """Returns the FLOPs of one product: two for each element of the result and each term of its sum.
+    """Returns the FLOPs of one product, which are two for each element of the result and each term of its sum.
 
-    Groups of a ragged product count as if they cover the ragged dimension, each index in one group; zeros that
-    `lhs_dilation` puts between the elements of a convolution do not count, those of its padding do.
+    Groups of a ragged product count as if they cover the ragged dimension, with each index in one group. The zeros
+    that `lhs_dilation` puts between the elements of a convolution do not count, but zeros of its padding do.
     """
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "conv_general_dilated":

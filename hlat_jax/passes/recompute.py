@@ -1,8 +1,8 @@
-"""The recompute graph: what a backward pass recomputes, at what cost, and which saved values would avoid it.
+"""The recompute graph: the operations that a backward pass recomputes, their costs, and the values that avoid them.
 
-It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing: JAX marks the
-recomputed equations, and `naming` has named their results. So the graph has the shapes of one device inside
-`shard_map`, the dtypes of autocast, the trips of every loop, and only the values that some gradient reads.
+It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing. JAX marks the
+recomputed equations, and `naming` has named their results. So the graph has the dtypes of autocast and the trips of
+every loop. It has the shapes of one device inside `shard_map`, and only values that some gradient reads.
 
 Costs are in FLOPs of matrix products.
 """
@@ -47,11 +47,11 @@ class Node:
     """One recomputed operation of a backward pass.
 
     Attributes:
-      flops: FLOPs of its products, over the whole program.
-      cost: total cost, `flops` included, over the whole program; infinite if it cannot be recomputed.
-      parents: the nodes it reads; the checkpoint's arguments are always available and not listed.
-      name: name by which its result can be saved; empty if it cannot.
-      is_read: whether gradients read it directly.
+      flops: FLOPs of the products of the operation, over the whole program.
+      cost: total cost, `flops` included, over the whole program. It is infinite if the operation cannot be recomputed.
+      parents: the nodes that the operation reads. The checkpoint's arguments are always available and not listed.
+      name: name by which the result can be saved. It is empty if the result cannot be saved.
+      is_read: whether gradients read the result directly.
     """
 
     flops: float
@@ -66,8 +66,8 @@ class RecomputeGraph:
     """Everything that a program recomputes if nothing is saved.
 
     Attributes:
-      nodes: in order of computation.
-      sizes: bytes on one device of every value that can be saved, over all its copies.
+      nodes: the recomputed operations, in order of computation.
+      sizes: name of a value that can be saved -> its bytes on one device, over all its copies.
     """
 
     nodes: tuple[Node, ...]
@@ -96,15 +96,16 @@ class RecomputeGraph:
         return sum(self.sizes[name] for name in saved)
 
     def cheapest(self, *, budget_bytes: float = math.inf, byte_cost: float = 0.0) -> tuple[str, ...]:
-        """Returns the names of the values with which recomputation is cheapest, or nearly: a mixed-integer program.
+        """Returns the names of saved values with which recomputation is cheapest, or nearly, by an integer program.
 
-        Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes
-        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are. After
-        `_MOST_NODES` nodes of the search tree the best choice found is returned.
+        It minimizes sum(cost * c) + byte_cost * sum(size * s), with s = 1 for a saved value and c = 1 for a recomputed
+        node. Each value that gradients and recomputed nodes read must be saved or recomputed. If all s are integers,
+        so are the optimal c. Without a budget, both are. After `_MOST_NODES` nodes of the search tree the best choice
+        found is returned.
 
         Args:
-          budget_bytes: most bytes of the values.
-          byte_cost: cost of a byte.
+          budget_bytes: most bytes of the saved values.
+          byte_cost: cost of keeping a byte.
 
         Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
         """
@@ -170,7 +171,7 @@ def recompute_graph(jaxpr: core.Jaxpr, *, min_bytes: int) -> RecomputeGraph:
       jaxpr: the whole program, with checkpoints of `naming` that save nothing.
       min_bytes: smallest size of a value that can be saved, over all its copies, as in `RecomputeGraph.sizes`.
 
-    Its `sizes` are empty if nothing can be saved: nothing is differentiated, or all values are too small.
+    Its `sizes` are empty if nothing can be saved, because nothing is differentiated or all values are too small.
     """
     regions: dict[tuple[str, ...], list[_Region]] = {}
     for region in _regions(jaxpr, trips=1, copies=1):

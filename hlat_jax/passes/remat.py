@@ -1,12 +1,12 @@
-"""Rematerialization under a memory budget: chooses what a backward pass saves, by the compiler's memory analysis.
+"""Rematerialization under a memory budget: chooses the saved values by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")   # regions: each lax.scan over layers, or each block
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")  # "Checkpoints around each layer."
     grads = jax.grad(plan.fn)(params, batch)
-    plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
+    plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)
 
-`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs. Here a
-set of them is selected, the program compiled, and the bytes of the set corrected until XLA's allocation is within the
-budget. If no set serves, the function is changed first: `scan_segments` splits long scans, `chunk` cuts intermediates.
+`segments` finds the blocks of a function without a scan, `naming` names the values, and `recompute` has their costs.
+`fit` selects a set of values, compiles the program, and corrects the set until XLA's allocation is within the budget.
+If no set fits, the function is changed first. `scan_segments` splits long scans, and `chunk` cuts intermediates.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -60,23 +60,23 @@ def fit(
     name: str = "budget_bytes",
     passes: Sequence[Callable[[Callable], Callable]] = (),
 ) -> RematPlan:
-    """Returns a plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
+    """Returns a plan with `fn` transformed so that its program takes at most `budget_bytes` of temporaries per device.
 
-    If no choice of what is saved fits, long scans of `fn` are split in two nested ones, and large intermediates are
-    computed in chunks; `RematPlan.changes` says which.
+    If no choice of saved values fits, long scans of `fn` are split into two nested scans, and large intermediates are
+    computed in chunks. `RematPlan.changes` says which.
 
     Args:
-      fn: the function to rematerialize: a layer, or a forward function with loops over layers.
-      *args: arguments of `step(fn)` if there is a step, else of `fn`: arrays or shapes.
-      budget_bytes: '12GiB' or an int.
-      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards; by default its value
-        and gradients.
+      fn: the function to rematerialize, such as a layer, or a forward function with loops over layers.
+      *args: arguments of `step(fn)`, arrays or shapes.
+      budget_bytes: the budget, '12GiB' or an int.
+      step: function from `fn` to the function of `args` that must fit, jitted if it donates or shards. By default it
+        is the value and gradients of `fn`.
       options: options of the search.
       name: name of the budget's setting, for errors.
       passes: passes that `fn` goes through after its scans are split and before the choice, such as autocast.
 
     Raises:
-      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits.
+      ValueError: a budget that is not a size, or (BudgetNotMet) a budget that no program tried fits.
     """
     budget = parse_bytes(budget_bytes, name=name)
     began = time.monotonic()
@@ -84,8 +84,8 @@ def fit(
     plain_bytes = own.trial("", None).num_bytes
     if plain_bytes > budget and own.jaxprs and (rule := rule_with_tracer(own.jaxprs[-1])) is not None:
         raise BudgetNotMet(
-            f"{name}={budget_bytes!r}: {function_name(fn)} takes {format_bytes(plain_bytes)} and cannot be "
-            f"checkpointed: {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
+            f"{name}={budget_bytes!r} is not met, since {function_name(fn)} takes {format_bytes(plain_bytes)} and "
+            f"cannot be checkpointed because of {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
         )
     tried: list[_Form] = []
     for form, policies in _forms(own, budget):

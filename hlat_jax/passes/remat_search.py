@@ -1,7 +1,7 @@
-"""The search for what a backward pass saves under a memory budget, by the compiler's memory analysis.
+"""Searches the values that a backward pass saves under a memory budget, by the compiler's memory analysis.
 
-A set of values is selected by the costs that `recompute` has, the program compiled, and the bytes of the set corrected
-until XLA's allocation is within the budget.
+The search selects a set of values by the costs of `recompute` and compiles the program. It then corrects the bytes of
+the set until XLA's allocation is within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -28,7 +28,7 @@ _REGIONS = ("loops", "segments", "whole")
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
 # Another choice is compiled only if it saves more than this share of the step's work, of which recomputing everything
-# is a third: a forward pass, beside one and a backward pass of twice its work.
+# is a third: a forward pass, on top of one and a backward pass of twice its work.
 _LEAST_GAIN = 0.01
 _PREDICTION_ERROR = 1.05  # bytes that are predicted to be this many times the budget are not measured
 ESTIMATE_ERROR = 1.25  # a program is larger than another if its estimated temporaries are this many times larger
@@ -41,8 +41,8 @@ def temporaries(traced: Any) -> int:
 
 
 def total_bytes(traced: Any) -> int:
-    """Returns all bytes of a traced program on one device: arguments, results that do not alias one, and
-    temporaries."""
+    """Returns the bytes of a traced program on one device: arguments, temporaries, and results that alias no
+    argument."""
     memory = _memory(traced)
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
@@ -53,15 +53,15 @@ class RematOptions:
     """Options of the search for a `RematChoice`.
 
     Attributes:
-      region: what one checkpoint covers: the body of every outermost `lax.scan` of the function (loops), each of its
-        segments (segments), the function (whole), or what serves (auto): loops where there are any and the program
-        fits, else whichever of these takes fewer bytes with nothing kept.
-      min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
-        loops and all calls that keep the value at one time.
-      measure: traced program -> bytes, which are compared with the budget.
-      max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget. If keeping nothing does not fit, the four `config.STOCK_POLICIES` are compiled too. They are not
-        if one checkpoint around the whole function is estimated to be much larger.
+      region: extent of one checkpoint: the body of every outermost `lax.scan` of the function (loops), each of its
+        segments (segments), or the function (whole). Auto is the first of these that the function has, if the program
+        then fits with nothing kept, and otherwise the region that takes the fewest bytes.
+      min_bytes: smallest size of a value that may be saved, over all trips of the loops and all calls that keep the
+        value at one time. Under `shard_map` it is the size on one device.
+      measure: function from a traced program to the bytes that are compared with the budget.
+      max_compilations: most programs compiled, apart from one for the comparison of regions. More programs come closer
+        to the budget. If keeping nothing does not fit, the four `config.STOCK_POLICIES` are compiled too, unless one
+        checkpoint around the whole function is estimated to be much larger.
     """
 
     region: str = "auto"
@@ -75,11 +75,11 @@ class RematOptions:
 
 
 class BudgetNotMet(ValueError):
-    """None of the programs tried fits the budget; others may."""
+    """None of the programs tried fits the budget, although others may."""
 
 
 class NoChoiceFits(BudgetNotMet):
-    """No choice of what a function saves fits; the text has the bytes measured, and no advice."""
+    """No choice of saved values fits. The text has the measured bytes, and no advice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +87,21 @@ class RematPlan:
     """A choice of values to save, and the figures behind it.
 
     Attributes:
-      choice: names of the values, or a stock policy; None if the program fits without rematerialization.
+      choice: names of the values, or a stock policy. None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
-      predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
+      predicted_bytes: bytes predicted before compilation, the bytes of full rematerialization plus the saved values.
       flops: FLOPs of products that the program executes on one device, counted in its trace.
-      predicted_flops: FLOPs of its products, as the recompute graph predicts them.
+      predicted_flops: FLOPs of the products, as the recompute graph predicts them.
       plain: (bytes, FLOPs) of the program without rematerialization.
-      full: (bytes, FLOPs) of the program that keeps nothing; None if it was not compiled.
+      full: (bytes, FLOPs) of the program that keeps nothing. None if it was not compiled.
       compilations: number of programs compiled.
       seconds: duration of the search.
       fn: the function with the choice applied.
-      region: what the choice is applied to, as in `RematOptions`; auto if the caller of `search` decides that.
+      region: the regions of the checkpoints, as in `RematOptions`. It is auto if the caller of `search` decides.
       segments: number of segments of each kind, if these are the regions.
-      passes: name -> pass that changed the function before the choice: "nest" (`scan_segments.nest_scans`), "chunk".
-      changes: what they changed, in lines.
+      passes: name -> pass that changed the function before the choice, "nest" (`scan_segments.nest_scans`) or "chunk".
+      changes: lines that say what the passes changed.
     """
 
     choice: RematChoice | None
@@ -122,12 +122,12 @@ class RematPlan:
 
     @property
     def recompute_share(self) -> float:
-        """FLOPs of recomputation, relative to those of the program without it."""
+        """FLOPs of recomputation, relative to the FLOPs of the program without it."""
         return self.flops / self.plain[1] - 1 if self.plain[1] else 0.0
 
     def report(self) -> str:
         """Returns a summary in a few lines."""
-        kept = "everything" if self.passes else "everything: it fits without rematerialization"
+        kept = "everything" if self.passes else "everything, since it fits without rematerialization"
         if self.choice is not None:
             policy = self.choice.stock_policy
             kept = f"what {policy} saves" if policy else ", ".join(self.choice.saved) or "nothing"
@@ -151,10 +151,10 @@ class RematPlan:
 def search(
     traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: RematOptions = RematOptions()
 ) -> RematPlan:
-    """Returns the plan of a program that can be traced under any choice; see `fit`.
+    """Returns the plan of a program that can be traced under any choice, see `remat.fit`.
 
     Args:
-      traced: choice, or None for no rematerialization -> the traced program.
+      traced: function from a choice, or None for no rematerialization, to the traced program.
       budget_bytes: limit of the measured bytes.
       options: options of the search.
 
@@ -165,7 +165,7 @@ def search(
     try:
         return search_region(trials, "auto", budget_bytes=budget_bytes, options=options)
     except NoChoiceFits as refused:
-        advice = "Checkpoint smaller parts, or compute large intermediates in chunks, see passes.chunk."
+        advice = "Checkpoint smaller parts, or compute large intermediates in chunks with passes.chunk."
         raise BudgetNotMet(f"{refused}. {advice} {GENERAL_ADVICE}") from None
 
 
@@ -173,9 +173,9 @@ class Trial(NamedTuple):
     """A program that was compiled.
 
     Attributes:
-      num_bytes: its bytes, as measured.
-      flops: FLOPs of its products.
-      traced: its trace.
+      num_bytes: measured bytes.
+      flops: FLOPs of the products.
+      traced: the traced program.
     """
 
     num_bytes: int
@@ -184,15 +184,15 @@ class Trial(NamedTuple):
 
 
 class Trials:
-    """The programs of a function by what is saved, each traced and compiled once.
+    """The programs of a function under all choices, each traced and compiled once.
 
     Args:
-      traced: (region, choice) -> the traced program.
-      measure: traced program -> bytes.
+      traced: function (region, choice) -> the traced program.
+      measure: function from a traced program to its bytes.
 
     Attributes:
-      traced: as the argument; it traces once, and compiles nothing.
-      compiled: (region, choice) -> its trial.
+      traced: the argument `traced`, which traces each program once and compiles nothing.
+      compiled: (region, choice) -> trial of the program.
     """
 
     def __init__(self, traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]):
@@ -215,7 +215,14 @@ def search_region(
     options: RematOptions,
     policies: Sequence[str] = STOCK_POLICIES,
 ) -> RematPlan:
-    """Returns the plan of a program whose checkpoints are around this region.
+    """Returns the plan of a program with checkpoints around this region.
+
+    Args:
+      trials: the programs.
+      region: the region, see `RematOptions`.
+      budget_bytes: limit of the measured bytes.
+      options: options of the search.
+      policies: stock policies that are tried if keeping nothing does not fit.
 
     Raises:
       NoChoiceFits: no choice fits, nor one of these stock policies.
@@ -351,9 +358,10 @@ def _stock_choice(
 
 
 def narrowest_region(trials: Trials, candidates: list[str], budget_bytes: int) -> str:
-    """Returns the region to search: the first if it fits, else the one that takes the fewest bytes with nothing kept.
+    """Returns the region to search, which is the first candidate if it fits.
 
-    A region is compiled only if its estimate is not much larger than the estimate of the first.
+    Otherwise it is the one that takes the fewest bytes with nothing kept. A region is compiled only if its estimate is
+    not much larger than the estimate of the first.
     """
     nothing = [(region, RematChoice()) for region in candidates]
     if len(candidates) == 1 or trials(*nothing[0]).num_bytes <= budget_bytes:
@@ -381,5 +389,5 @@ def _memory(traced: Any) -> Any:
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     memory = traced.lower().compile(compiler_options=options).memory_analysis()
     if memory is None:
-        raise ValueError("this backend has no memory analysis of programs; set RematOptions.measure.")
+        raise ValueError("this backend has no memory analysis of programs. Set RematOptions.measure.")
     return memory

@@ -1,11 +1,11 @@
-"""Selects what the backward pass keeps of cheap work: the fewest bytes from which the rest is recomputed.
+"""Selects the residuals of cheap operations: the fewest bytes from which the backward pass recomputes the rest.
 
     loss = select_residuals(autocast(loss_fp32, "bf16"))
     value, grads = jax.value_and_grad(loss)(params, batch)
 
-Automatic differentiation keeps every operand that a derivative reads: of `gelu(x @ w) @ v`, several arrays of one
-shape. Here the values to keep are those of the fewest bytes from which that is computed: a minimum cut of what the
-forward pass computes. Products, gathers, random bits, collectives and loops are never executed again.
+Automatic differentiation keeps every operand that a derivative reads, which for `gelu(x @ w) @ v` are several arrays
+of one shape. This pass keeps the values with the fewest bytes from which these operands follow. They are a minimum cut
+of the forward pass. Products, gathers, random bits, collectives and loops are never executed again.
 
 Source: RAF's gradient input selection, arXiv 2303.04759.
 """
@@ -67,13 +67,12 @@ _CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS
 
 
 def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Returns a function with the same results, whose backward pass keeps fewer bytes of cheap intermediates.
+    """Returns a function with the same results and derivatives that keeps fewer bytes for the backward pass.
 
-    Derivatives are those of `fn`. Each call traces `fn`: wrap the result, or its caller, in `jax.jit`. Apply it after
-    `autocast`.
+    Each call traces `fn`, so wrap the result, or its caller, in `jax.jit`. Apply it after `autocast`.
 
     Args:
-      fn: a function that JAX can trace; arguments as for `autocast`.
+      fn: a function that JAX can trace, with arguments as for `autocast`.
     """
     return map_jaxpr(fn, lambda closed, leaves: _of_jaxpr(closed, _Scope())(*leaves))
 
@@ -99,19 +98,19 @@ _NAME = "select_residuals_of"
 
 
 def selected_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the jaxpr of a function whose residuals are selected; None for other equations."""
+    """Returns the jaxpr of a call of `select_residuals`, or None for other equations."""
     is_ours = eqn.primitive.name == "custom_jvp_call" and (op_name(eqn) or "").startswith(_NAME)
     return called_jaxpr(eqn) if is_ours else None
 
 
 def opened_call(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
+    """Returns the jaxpr of a call that only runs its function or selects its residuals, or None for other equations."""
     closed = plain_call(eqn)
     return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
 
 
 def select_again(eqn: core.JaxprEqn, fn: Callable, args: Sequence[Any]) -> list[Any]:
-    """Returns the results of `fn`, arrays -> list of arrays, with residuals selected as those of an equation are."""
+    """Returns the results of `fn`, arrays -> list of arrays, with residuals selected as for this equation."""
     run = core.jaxpr_as_fun(jax.make_jaxpr(fn)(*args))  # so that it is traced once
     return _selected(run, _Scope(is_body=op_name(eqn) != _NAME))(*args)
 
@@ -156,7 +155,7 @@ def _inlined(eqn: core.JaxprEqn) -> Body | None:
 
 
 def has_effects(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation or a jaxpr does more than compute its results; reading a mesh axis does not count."""
+    """Returns whether an equation or a jaxpr does more than compute results. Reading a mesh axis does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -236,7 +235,7 @@ class _Forward(Dataflow):
         return values_of(self.results, env), values_of(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:
-        """Returns what the derivative holds."""
+        """Returns the values that the derivative holds."""
         env = self.constants | dict(zip(self.kept, kept, strict=True))
         _compute(self.again, env)
         return values_of(self.held, env)

@@ -4,9 +4,9 @@
     value, grads = jax.jit(jax.value_and_grad(loss))(params, batch)
     print(loss.report())
 
-The derivative of a scan keeps values of every step. Two nested scans keep the carry before each segment of steps, and
-the values of one segment at a time, which the backward pass computes again. Results are the same to the last bit, and
-gradients up to the order of their sums.
+The derivative of a scan keeps values of every step. Two nested scans keep the carry before each segment of steps. They
+also keep the values of one segment at a time, which the backward pass computes again. Results are the same to the last
+bit, and gradients up to the order of their sums.
 
 Source: Chen et al., arXiv 1604.06174, section 4.
 """
@@ -52,8 +52,8 @@ class NestedScan:
 
     Attributes:
       source: "file:line".
-      length: number of its steps.
-      segment: number of steps of a segment; the last segment has fewer if they do not divide the length.
+      length: number of steps of the scan.
+      segment: number of steps of a segment. The last segment has fewer if they do not divide the length.
       has_checkpointed_steps: whether a checkpoint is around each step too, which is then computed three times.
     """
 
@@ -73,7 +73,7 @@ class NestedScan:
 
 @dataclasses.dataclass(frozen=True)
 class NestReport:
-    """The scans that a trace split; `str` prints them."""
+    """The scans that a trace split. `str` prints them."""
 
     replacements: tuple[NestedScan, ...]
 
@@ -82,7 +82,7 @@ class NestReport:
 
 
 class Nested(Generic[_Args, _Result]):
-    """A function whose long scans are split; see `nest_scans`."""
+    """A function with its long scans split, see `nest_scans`."""
 
     def __init__(self, fn: Callable[_Args, _Result], share: float):
         functools.update_wrapper(self, fn, updated=())
@@ -96,25 +96,25 @@ class Nested(Generic[_Args, _Result]):
         return jax.tree.unflatten(tree, outs)
 
     def report(self) -> NestReport:
-        """Returns which scans the last trace split.
+        """Returns the scans that the last trace split.
 
         Raises:
           ValueError: the function was not yet called or traced.
         """
         if self._report is None:
-            raise ValueError("nest_scans: call the function, or trace it with jax.eval_shape, before its report.")
+            raise ValueError("nest_scans has no report yet. Call the function, or trace it with jax.eval_shape, first.")
         return self._report
 
 
 def nest_scans(fn: Callable[_Args, _Result], *, share: float = 0.5) -> Nested[_Args, _Result]:
-    """Returns a function with the same results and derivatives whose long scans keep fewer bytes.
+    """Returns a function with the same results and derivatives, in which long scans keep fewer bytes.
 
     Scans inside `jit`, `jax.checkpoint` and other scans are split too. Forward mode and `vmap` work. A scan is left as
     it is if it has fewer than 16 steps, has effects, or would keep about as much.
 
     Args:
-      fn: a function that JAX can trace; arguments as for `autocast`.
-      share: the share of its bytes that a scan may keep. If segments alone keep more, each step gets a checkpoint too.
+      fn: a function that JAX can trace, with arguments as for `autocast`.
+      share: the share of its bytes that a scan may keep. If segments keep more, each step gets a checkpoint too.
     """
     return Nested(fn, share)
 

@@ -1,7 +1,7 @@
-"""Cuts the trace of a function into segments, for a checkpoint around each: the blocks of a function without a loop.
+"""Cuts the trace of a function into segments, for a checkpoint around each. They are the blocks of an unrolled model.
 
 Segments lie between places that few bytes cross, as between the layers of a residual network, and none computes much
-more than the others. Source: Chen et al., arXiv 1604.06174, whose segments are of equal length.
+more than the others. Source: Chen et al., arXiv 1604.06174, with segments of equal length.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _EVEN = 0.001  # weight of evenness: it decides where as many bytes cross
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive equations of a jaxpr; has the fields of a jaxpr that an interpreter reads.
+    """Consecutive equations of a jaxpr, with the fields of a jaxpr that an interpreter reads.
 
     Attributes:
       start: number of the first equation.
-      stop: number after the last.
+      stop: number after the last equation.
       eqns: the equations.
       invars: variables read from outside.
       outvars: variables read by later equations, or results of the jaxpr.
-      kind: equal for segments whose equations are the same, up to parameters that leave the shapes as they are.
-      constvars: none.
+      kind: a key that segments of equal equations share, up to parameters that leave the shapes as they are.
+      constvars: always empty.
     """
 
     start: int
@@ -46,9 +46,9 @@ class Segment:
 
 
 def cut(jaxpr: core.Jaxpr, limit: float) -> list[Segment]:
-    """Returns the segments of the equations of a jaxpr, in order, without those inside its calls.
+    """Returns the segments of the equations of a jaxpr, in order, without equations inside its calls.
 
-    Equations that compute more than `limit` bytes, or have effects, are in none: a call has segments of its own.
+    Equations that compute more than `limit` bytes, or have effects, are in no segment. A call has its own segments.
     """
     level = _Level(jaxpr)
     return [level.segment(start, stop) for start, stop in level.bounds(limit)]
@@ -57,8 +57,8 @@ def cut(jaxpr: core.Jaxpr, limit: float) -> list[Segment]:
 def best_limit(jaxpr: core.Jaxpr) -> float:
     """Returns the most bytes that a segment of a function should compute.
 
-    It is that of twelve between 2 and 50 % of the function for which what is kept between segments and what the largest
-    computes, which a backward pass holds at one time, are least in sum.
+    Twelve limits between 2 and 50 % of the function are tried. The best has the smallest sum of the bytes kept between
+    segments and the bytes that the largest segment computes. A backward pass holds these at one time.
     """
     level = _Level(jaxpr)
 
@@ -144,7 +144,7 @@ class _Level:
 
 
 def computed_bytes(jaxpr: core.Jaxpr) -> float:
-    """Returns the bytes of all float results of the equations of a jaxpr, of those inside calls and loops too."""
+    """Returns the bytes of all float results of the equations of a jaxpr, inside calls and loops too."""
     return sum(_bytes(eqn) for eqn in jaxpr.eqns)
 
 

@@ -122,7 +122,7 @@ def number_of(primitive, choice):
 
 
 def test_values_chosen_for_another_function_are_refused():
-    with pytest.raises(ValueError, match=r"no values scan0.dot_general.7: they were chosen for another function"):
+    with pytest.raises(ValueError, match=r"no values scan0.dot_general.7, which were chosen for another function"):
         naming.checkpointed(loss, RematChoice(("scan0.dot_general.7",)), region="loops")(*arguments())
 
 
@@ -264,7 +264,7 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
 def test_program_that_fits_is_unchanged():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
-    assert "everything: it fits without rematerialization" in plan.report()
+    assert "everything, since it fits without rematerialization" in plan.report()
 
 
 def shapes_of_six_blocks():

@@ -33,11 +33,11 @@ def test_invalid_options_and_arguments_are_refused():
         ({"zero": 1, "devices": []}, r"devices=\[\] must be a list of one or more devices.*give jax.devices\(\)"),
         ({"bucket_bytes": 1024}, r"devices and bucket_bytes have no effect without zero; give zero=0 to 3"),
         ({"zero": 1}, r"shard the parameters: give their shapes as params="),
-        ({"autocast": "bf17"}, r"autocast policy 'bf17' is unknown; use"),
+        ({"autocast": "bf17"}, r"autocast policy 'bf17' is unknown. Use"),
         ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
         ({"memory_budget": "12"}, r"memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB"}, r"give params=\.\.\. and batch=\.\.\."),
-        ({"remat": remat.RematOptions()}, r"remat needs a memory budget; give memory_budget="),
+        ({"remat": remat.RematOptions()}, r"remat needs a memory budget. Give memory_budget="),
         (stages | {"chunk": "1MiB"}, r"a single loss function, not stages"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -1,9 +1,9 @@
-"""Replaces equations of a function by others that compute the same: the machinery of `passes.chunk` and `kernels`.
+"""Replaces equations of a function by others that compute the same. `passes.chunk` and `passes.kernels` use it.
 
 A matcher looks for equations in a flat view of the function's jaxpr, see `graph`. Each match is compared with the
 equations that it replaces, by values and gradients on random inputs, see `check`. A match that fails is not used, and
 the report says why.
-Source: RAF, arXiv 2303.04759, whose implementations take over patterns of its operators.
+Source: RAF, arXiv 2303.04759, in which kernels take over patterns of operators.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Replacement:
     """A match that is used.
 
     Attributes:
-      op: its name.
-      source: "file:line".
+      op: name of the op.
+      source: "file:line" of the op.
       facts: the properties that were found.
-      difference: the largest relative difference from the original in values and gradients; None without a check.
-      count: how often it occurs.
+      difference: the largest relative difference from the original in values and gradients. None without a check.
+      count: number of occurrences.
     """
 
     op: str
@@ -58,13 +58,13 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class RewriteReport:
-    """What a pass replaced in a trace, and what it left; `str` prints it.
+    """The parts of a trace that a pass replaced, and the parts that it left. `str` prints them.
 
     Attributes:
       name: the pass.
       replacements: the matches that are used.
       refusals: the parts that are left.
-      note: why nothing was looked for; "" otherwise.
+      note: the reason if no matcher ran, else "".
     """
 
     name: str
@@ -93,9 +93,9 @@ class Rewritten(Generic[_Args, _Result]):
     Args:
       fn: a function that JAX can trace.
       name: the pass, for the report.
-      matchers: in order; what one has matched, the next leaves alone. Without any, `fn` is called as it is.
+      matchers: the matchers, in order. Each skips the matches of earlier ones. Without any, `fn` is called as it is.
       check: whether each match is compared with the original before it is used.
-      note: why there is no matcher.
+      note: the reason for no matchers.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class Rewritten(Generic[_Args, _Result]):
         return jax.tree.unflatten(tree, outs)
 
     def report(self) -> RewriteReport:
-        """Returns what the last trace replaced.
+        """Returns the report of the last trace.
 
         Raises:
           ValueError: the function was not yet called or traced.
         """
         if self._report is None:
-            raise ValueError(f"{self._name}: call the function, or trace it with jax.eval_shape, before its report.")
+            raise ValueError(f"{self._name} has no report yet. Call the function, or trace it with jax.eval_shape.")
         return self._report
 
 
 class Rewriter:
-    """Replaces matches in jaxprs, and records what it does."""
+    """Replaces matches in jaxprs, and records the replacements and refusals."""
 
     def __init__(self, matchers: Sequence[Matcher], *, check: bool):
         self.matchers, self.check = matchers, check
@@ -138,7 +138,7 @@ class Rewriter:
         self.refusals: list[Refusal] = []
 
     def rewrite(self, closed: core.ClosedJaxpr, *, known: Mapping[int, np.ndarray] | None = None) -> core.ClosedJaxpr:
-        """Returns the closed jaxpr with matches replaced, also in the jaxprs inside it; itself if there are none.
+        """Returns the closed jaxpr with matches replaced, also in the jaxprs inside it, or itself if there are none.
 
         Args:
           closed: closed jaxpr.
@@ -196,7 +196,7 @@ class Rewriter:
         outs = [(out.shape, out.dtype) for out in jax.eval_shape(match.replacement, *avals)]
         wanted = [(var.aval.shape, var.aval.dtype) for var in match.outputs]
         if outs != wanted:
-            raise ValueError(f"the replacement returns {outs} where the function has {wanted}")
+            raise ValueError(f"the replacement returns {outs}, and the function {wanted}")
         if not self.check:
             return None
         difference, tolerance = compare(graph, match)

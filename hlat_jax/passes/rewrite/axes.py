@@ -1,4 +1,4 @@
-"""Axes: the dimensions that equations link, so that a function may have them in any order."""
+"""Follows the axes of arrays through equations, so that a function may have its dimensions in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name"})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """What linked dimensions have in common."""
+    """One axis, which linked dimensions of several arrays share."""
 
     size: int
 
@@ -29,7 +29,7 @@ Placed = tuple[Any, Layout]  # a variable or literal, and its layout
 
 
 def new_layout(shape: Sequence[int]) -> Layout:
-    """Returns the layout of an array whose dimensions are axes of their own."""
+    """Returns the layout of an array with a new axis for each dimension."""
     return tuple(Axis(size) if size > 1 else None for size in shape)
 
 
@@ -39,9 +39,9 @@ def size_of(axes: Sequence[Axis]) -> int:
 
 
 def linked(eqn: Any, known: Mapping[int, Layout]) -> list[Layout]:
-    """Returns the layouts of the operands and results of an equation from those that are known, by number.
+    """Returns the layouts of the operands and results of an equation from the known layouts, by number.
 
-    Dimensions that are linked to none that is known get axes of their own.
+    Dimensions that are linked to no known dimension get new axes.
     """
     shapes = [atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)]
     layouts: list[list[Axis | None]] = [[None] * len(shape) for shape in shapes]
@@ -56,10 +56,9 @@ def linked(eqn: Any, known: Mapping[int, Layout]) -> list[Layout]:
 
 
 def operands_of(graph: EquationGraph, one: Placed, names: Collection[str]) -> list[Placed] | None:
-    """Returns the operands of an equation of one of these names that computes a value.
+    """Returns the operands of the equation that computes a value, or None if it has none of these names.
 
-    None if it is of none of them, or one of its operands has a dimension that is linked to none of the value's, such as
-    one that a reshape splits.
+    It is None too if an operand has a dimension without a link to the value, such as a dimension that a reshape splits.
     """
     eqn = graph.producer(one[0])
     if eqn is None or eqn.primitive.name not in names:
@@ -72,7 +71,7 @@ def operands_of(graph: EquationGraph, one: Placed, names: Collection[str]) -> li
 
 
 def source_of(graph: EquationGraph, one: Placed, *, names: Collection[str] = VIEWS) -> Placed:
-    """Returns the array that equations of these names, of one operand, make a value of."""
+    """Returns the array from which equations of these names, with one operand each, compute a value."""
     while (operands := operands_of(graph, one, names)) is not None:
         (one,) = operands
     return one
@@ -81,14 +80,14 @@ def source_of(graph: EquationGraph, one: Placed, *, names: Collection[str] = VIE
 def arranged(
     x: Any, layout: Layout, groups: Sequence[Sequence[Axis]], *, sizes: Mapping[Axis, int], full: bool = False
 ) -> Any:
-    """Returns an array with one dimension for each group of axes, 1 where it has none of them.
+    """Returns an array with one dimension for each group of axes, of size 1 if it has none of them.
 
     Args:
       x: NumPy or JAX array.
-      layout: of it.
-      groups: axes, in order.
+      layout: layout of the array.
+      groups: axes of each dimension of the result, in order.
       sizes: size of each axis.
-      full: whether axes that `x` lacks are broadcast; otherwise only where it has others of the group.
+      full: whether all axes that `x` lacks are broadcast, or only axes of groups of which `x` has another axis.
     """
     own, order = [axis for axis in layout if axis], [axis for group in groups for axis in group]
     x = x.reshape([sizes[axis] for axis in own]).transpose([own.index(axis) for axis in order if axis in own])

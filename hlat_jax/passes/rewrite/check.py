@@ -1,7 +1,7 @@
 """Compares a replacement with the equations it replaces, by values and gradients on random inputs.
 
-Where the original is large, dimensions along which nothing is mixed are cut to 4 or 5: batch, and heads of which each
-is computed alike. Which those are follows from the equations, see `Cut`.
+If the original is large, dimensions along which nothing is mixed are cut to 4 or 5, such as batch and heads. The
+equations determine these dimensions, see `Cut`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     shows if its inputs are rounded once more.
 
     Raises:
-      ValueError: the match lacks an input of the original, or the two cannot be run, or are NaN.
+      ValueError: the match lacks an input of the original, or the two cannot be run, or the results are NaN.
     """
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
@@ -223,7 +223,7 @@ class Cut:
         return tuple(self.sizes.get(self._root((var, dim)), size) for dim, size in enumerate(var.aval.shape))
 
     def inputs(self, drawn: Mapping[Any, Any]) -> list[Any]:
-        """Returns the values of the inputs from those of the roots."""
+        """Returns the values of the inputs from the values of the roots."""
         env = dict(drawn)
         for eqn in self.before:
             results = bind_part(eqn, values_of(eqn.invars, env), list(map(self.shape, eqn.outvars)))

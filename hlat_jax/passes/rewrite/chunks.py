@@ -1,10 +1,10 @@
-"""Large intermediates of any loss and any attention, computed in chunks: a matcher that knows no op.
+"""Matches regions around large intermediates of any loss and any attention, to compute them in chunks.
 
-From the largest intermediate, such as logits or scores, it walks outward while one dimension stays independent: every
-index along it is computed alike, from the same index of the operands (`passes.independence`). That region becomes a
-loop over chunks of the dimension under `jax.checkpoint`, so that one chunk is all that is held, in the backward pass
-too, see `loops`; there are several loops where something depends on what is reduced over the dimension, such as the
-maximum of a softmax over it.
+From the largest intermediate, such as logits or scores, the matcher walks outward while one dimension is independent.
+Every index along it is then computed alike, from the same index of the operands, see `passes.independence`. The region
+becomes a loop over chunks of the dimension under `jax.checkpoint`, so only one chunk is held, in the backward pass too.
+There are several loops if a value depends on a reduction over the dimension, such as the maximum of a softmax. `loops`
+computes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes al
 
 
 class Mixed(ValueError):
-    """Along this dimension indices are mixed, or no rule says how they are computed.
+    """Indices are mixed along this dimension, or there is no rule for them.
 
     Attributes:
       dims: the dimensions of the region that was found so far.
@@ -68,10 +68,10 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
 
 
 def losses(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match]:
-    """Yields a match for each product from which a loss is computed, such as logits, if chunks of it cost no time.
+    """Yields a match for each product from which a loss is computed, such as logits, if its chunks cost no time.
 
     These are products of more than `LOSS_BYTES`, in chunks of at least `LEAST_ROWS` rows. No other product depends on
-    them, and their region ends in one number: the backward pass computes no chunk again. Products that need smaller
+    them, and their region ends in one number, so the backward pass computes no chunk again. Products that need smaller
     chunks to meet `max_bytes` are left to `matches`.
     """
     for eqn in list(graph.eqns):

@@ -44,13 +44,13 @@ class Match:
     Attributes:
       op: name for the report, such as "attention".
       eqns: the equations of `EquationGraph.eqns` that are replaced. Only they may read their results, except for
-        `outputs`. Equations that others need too, such as those of a mask, are left out.
+        `outputs`. Equations that others need too, such as the equations of a mask, are left out.
       inputs: variables that the replacement takes.
-      outputs: variables that it computes.
+      outputs: variables that the replacement computes.
       replacement: function from the values of `inputs` to the values of `outputs`, in the same shapes and dtypes. It
         reads sizes from its arguments, since the check may cut batch dimensions.
-      source: "file:line" for the report; see `EquationGraph.source`.
-      facts: the properties that were found, for the report: "causal, scale 0.125".
+      source: "file:line" for the report, see `EquationGraph.source`.
+      facts: the properties that were found, for the report, such as "causal, scale 0.125".
       on_cpu: the same function without a kernel, which the check runs in place of `replacement`.
       resized: function from shapes of variables to the replacement at these shapes, for the check. Without it,
         dimensions that are summed, or along which a constant differs, are not cut.
@@ -76,9 +76,9 @@ class Refusal:
     """Equations that a pass leaves as they are.
 
     Attributes:
-      op: as for `Match`.
-      source: "file:line".
-      reason: why the pass does not apply.
+      op: name of the op, as for `Match`.
+      source: "file:line" of the op.
+      reason: the reason why the pass does not apply.
     """
 
     op: str
@@ -97,22 +97,21 @@ class _Step:
 class EquationGraph:
     """One jaxpr with the bodies of plain `jit` calls inlined.
 
-    Calls with a derivative rule are inlined if the rule is known to be the derivative of the body, or if they are
-    `opened`, and else equations.
+    Calls with a derivative rule are inlined if the rule is known to be the derivative of the body. Others stay calls.
 
     Args:
       closed: closed jaxpr.
-      known: values of its inputs that are constant in the surrounding program, by position.
-      opened: first of `calls_with_rules` -> the body that is inlined in its place, or None.
+      known: values of inputs that are constant in the surrounding program, by position.
+      opened: a number from `calls_with_rules` -> the body that is inlined in place of this call, or None.
 
     Attributes:
-      eqns: the equations in order; each result is a variable of its own.
+      eqns: the equations in order, each with new variables for its results.
       invars: inputs.
-      outvars: results: variables or literals.
-      calls_with_rules: calls that are equations because of their derivative rule, each after a number of its own. Every
-        graph of the jaxpr has the same numbers.
+      outvars: results, which are variables or literals.
+      calls_with_rules: (number, call) of the calls that stay because of their derivative rule. Each graph of the same
+        jaxpr has the same numbers.
       taken: ids of the equations that are replaced already.
-      copied: a variable of `copy_of_constant` -> the one that it is a copy of.
+      copied: variable of `copy_of_constant` -> the variable that it copies.
     """
 
     def __init__(
@@ -152,11 +151,11 @@ class EquationGraph:
                 self._readers.setdefault(var, []).append(eqn)
 
     def producer(self, atom: Atom) -> core.JaxprEqn | None:
-        """Returns the equation that computes a variable; None for an input, a constant of the jaxpr, a literal."""
+        """Returns the equation that computes a variable, or None for an input, a constant of the jaxpr, a literal."""
         return None if is_literal(atom) else self._producers.get(atom)
 
     def readers(self, var: core.Var) -> list[core.JaxprEqn]:
-        """Returns the equations that have the variable as an operand and whose results are read; see `is_output`."""
+        """Returns the equations that have the variable as an operand, unless nothing reads their results."""
         return self._readers.get(var, [])
 
     def is_output(self, var: core.Var) -> bool:
@@ -168,7 +167,7 @@ class EquationGraph:
         return is_literal(atom) or atom not in self._from_inputs
 
     def constant(self, atom: Atom) -> np.ndarray | None:
-        """Returns the value of what depends on no input; None if it does, or is not folded: too large, a key."""
+        """Returns the value of an atom that depends on no input. None if it does, is too large, or is a key."""
         if is_literal(atom):
             return np.asarray(atom.val)
         if not self.is_constant(atom) or not _is_foldable(atom.aval):
@@ -267,9 +266,9 @@ class EquationGraph:
         return new
 
     def copy_of_constant(self, atom: Atom, reader: core.JaxprEqn) -> Atom:
-        """Returns a mask or an index as one that is computed for one reader alone, who may cut it as others do not.
+        """Returns a copy of a mask or an index for one reader, which may cut it unlike others.
 
-        Returns it as it is if it depends on an input, if no other reads it, and if to compute it again would cost much.
+        Returns the atom as it is if it depends on an input, if no other reads it, or if it is costly to compute again.
         """
         copy = self._copies.get((id(reader), atom))
         if copy is not None or not self.is_constant(atom) or self.producer(atom) is None:
@@ -296,12 +295,12 @@ class EquationGraph:
         return self._copies.setdefault((id(reader), atom), names[atom])
 
     def between(self, starts: Collection[Any], ends: Collection[Any], *, without: Collection[Any] = ()) -> list[Any]:
-        """Returns the equations, in order, that some variables depend on and that depend on others.
+        """Returns the equations, in order, between some variables and others.
 
         Args:
-          starts: variables of which one enters into each equation.
-          ends: variables of which one depends on each equation.
-          without: variables whose computation is left out.
+          starts: variables. Each equation returned depends on one of them.
+          ends: variables. One of them depends on each equation returned.
+          without: variables at which the walk from `ends` stops.
         """
         reached, connecting = set(starts), []
         for eqn in upstream(self.eqns, ends, without=without):
@@ -316,7 +315,12 @@ class EquationGraph:
         return next(filter(None, map(source_of, (eqn, *around))), "")
 
     def run(self, steps: Sequence[_Step], values: Sequence[Any]) -> list[Any]:
-        """Returns the results of the jaxpr for some values of its inputs, by what `steps` returns."""
+        """Returns the results of the jaxpr for values of its inputs.
+
+        Args:
+          steps: the program, as `steps` returns it.
+          values: values of the inputs.
+        """
         env = {**self.values, **dict(zip(self.invars, values, strict=True))}
         for step in steps:
             env.update(zip(step.defines, step.run(env), strict=True))
@@ -325,11 +329,11 @@ class EquationGraph:
     def steps(self, matches: Sequence[Match], *, changed: Mapping[int, core.ClosedJaxpr] | None = None) -> list[_Step]:
         """Returns the program with replacements in it, in an order in which it can run.
 
-        Calls remain, but for those that a replacement is in. What is replaced is computed too: it is dead code.
+        Calls remain, unless a replacement is inside. The replaced equations are computed too, and are dead code.
 
         Args:
           matches: the parts that are replaced.
-          changed: id of an equation -> the body that it runs in place of its own.
+          changed: id of an equation -> the new body of the equation.
 
         Raises:
           ValueError: replacements that need each other's results.
@@ -366,7 +370,7 @@ def _is_foldable(aval: Any) -> bool:
 
 
 def own_rule(eqn: core.JaxprEqn) -> str:
-    """Returns why a call is not inlined that has a derivative rule; "" for other equations."""
+    """Returns why a call with a derivative rule is not inlined, or "" for other equations."""
     is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_elementwise_call(eqn)
     return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
 

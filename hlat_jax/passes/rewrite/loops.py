@@ -1,7 +1,8 @@
-"""Loops over the chunks of a region: which there are, and what they compute.
+"""Loops over the chunks of a region.
 
-What is reduced over a loop is accumulated in fp32, in the order of the chunks; what depends on it is computed by
-another loop, which computes its chunks again. Where more than two have a derivative, one loop has all gradients.
+A reduction over a loop is accumulated in fp32, in the order of the chunks. Another loop computes the values that depend
+on it, and computes the chunks again. If one loop for all gradients takes fewer products, it replaces a backward pass
+of each loop.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Chunks:
 
     Attributes:
       eqns: the equations, in order.
-      dims: variable -> its dimension that is cut, of what differs from chunk to chunk.
-      reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone. Parts
+      dims: variable that differs from chunk to chunk -> its dimension that is cut.
+      reductions: variable -> its reduction over the chunks, or "" if it is computed only from reduced values. Parts
         of both may be read too, along `dims`.
       outputs: variables that others read.
-      tiny_bytes: the size up to which a later loop reads a value, such as the losses of tokens, as it was computed.
+      tiny_bytes: largest size of a value that later loops read and do not compute again, such as the losses of tokens.
     """
 
     eqns: Sequence[Any]
@@ -62,7 +63,7 @@ class Chunks:
     tiny_bytes: int
 
     def loops(self) -> list[Loop]:
-        """Returns the loops in order; each begins with what the ones before it have reduced."""
+        """Returns the loops in order. Each begins with the results that earlier loops have reduced."""
         level: dict[Any, int] = {}
         eqns_of: dict[int, list[Any]] = {}
         read_later = set(self.outputs)
@@ -107,11 +108,11 @@ class Chunks:
         return places[0] if are_sums and len(places) == 1 else None
 
     def compute(self, env: dict[Any, Any], *, shape_of: ShapeOf, num_parts: int) -> list[Any]:
-        """Returns the values of the outputs from those of what the equations read.
+        """Returns the values of the outputs.
 
         Args:
-          env: variable -> value.
-          shape_of: shape of a variable.
+          env: variable that the equations read -> value.
+          shape_of: function from a variable to its shape.
           num_parts: number of chunks.
         """
         loops, sizes = self.loops(), (shape_of, num_parts)
@@ -293,12 +294,12 @@ class Loop:
     """One loop over chunks.
 
     Attributes:
-      before: the equations of reduced values alone that are computed first.
-      goals: variables that it computes.
-      eqns: the equations that they need, in order.
+      before: equations of only reduced values, which are computed first.
+      goals: variables that the loop computes.
+      eqns: the equations that the goals need, in order.
       cut: variables that a chunk reads a part of.
       whole: variables that each chunk reads as they are.
-      scalar: which of the goals has a derivative, if all are sums of numbers and one alone has one; else None.
+      scalar: index of the only goal with a derivative, if all goals are scalar sums, else None.
     """
 
     before: Sequence[Any]

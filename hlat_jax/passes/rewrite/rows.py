@@ -1,7 +1,7 @@
 """Takes rows of a product before it is computed: `(x @ w)[:, :-1].reshape(-1, V)` is `x[:, :-1].reshape(-1, D) @ w`.
 
-A slice of logits, or dimensions of theirs that are merged, would otherwise mix what can be computed in chunks. What is
-elementwise in between, such as a bias, a softcap or a cast, is then computed of the rows too.
+Otherwise a slice of logits, or a merge of their dimensions, would mix rows that can be computed in chunks. Elementwise
+operations in between, such as a bias, a softcap or a cast, are then computed on the rows too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def rows_first(eqn: Any, producer: Callable[[Any], Any]) -> list[Any]:
     """Returns the equations that compute the result of a slice or a reshape from rows of products.
 
     Args:
-      eqn: an equation; if it takes no rows of a product, it is returned as it is.
-      producer: atom -> the equation that computes it; None if there is none, or if others read it too.
+      eqn: an equation. If it takes no rows of a product, it is returned as it is.
+      producer: function from an atom to the equation that computes it, or to None if others read the atom too.
     """
     rows = _rows_of(eqn)
     if rows is None or not rows.are_of_product(eqn.invars[0], producer):
