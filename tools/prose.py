@@ -95,7 +95,7 @@ def message(node: ast.expr) -> str:
 def plain(paragraph: str) -> str:
     """Returns a paragraph without markup: code and figures are one word, links are their text."""
     text = re.sub(r"`[^`]*`|\$[^$]*\$|\"[^\"]*\"", "X", paragraph)
-    text = re.sub(r"^(\*\*[^*]+\*\*|X(?:, X)*):", r"\1", text)  # the label of an item
+    text = re.sub(r"^(\*\*[^*]+\*\*|(?:\w+ )?X(?:, X)*):", r"\1", text)  # the label of an item
     return re.sub(r"[*_]{2}|<[^>]*>", "", re.sub(r"\]\([^)]*\)", "", text).replace("[", ""))
 
 
