@@ -65,7 +65,7 @@ class StepTrace:
             f"  tensorboard --logdir={self._folder} (pip install tensorboard xprof)",
         )
         if profile := os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR"):
-            say("profile", f"of the devices, open it with\nneuron-explorer view -d {profile}")
+            say("profile", f"of the devices, opened by neuron-explorer view -d {profile}")
 
     def _traces(self) -> set[pathlib.Path]:
         return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))

@@ -56,7 +56,7 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
     records.utf8_text(raw, where=file.where, row=None)
     if b"\0" in raw:
         raise ValueError(
-            f"{file} holds NUL bytes, so it is not text in UTF-8. Give text, or convert it with iconv -f UTF-16 -t UTF-8."
+            f"{file} holds NUL bytes, so it is not UTF-8. Give text, or convert it with iconv -f UTF-16 -t UTF-8."
         )
     least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
     begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
