@@ -16,8 +16,7 @@ After c updates, one iteration
 4. takes batch c + 1 after all processes have their rows of it.
 5. dispatches step c + 1, which donates the old state.
 6. logs the metrics of step c. The device already has its next work and never waits for the host. Nor does it wait for
-   the synchronization on batch c + 1, which happens while it runs step c. A thread exports a save that has ended
-   meanwhile, if due.
+   the synchronization on batch c + 1, which happens while it runs step c. A thread exports a finished save, if due.
 
 The trace of `train.profile_steps` starts before 4 and stops after 6. Both wait for the steps dispatched so far.
 

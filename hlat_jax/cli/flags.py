@@ -151,8 +151,7 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     """Returns the flags of a command without a config. `define` declares them, and `usage` begins the `--help`.
 
     Raises:
-      ValueError: a flag is unknown (with the nearest valid one), a value has a wrong type, or an argument is
-        positional.
+      ValueError: a flag is unknown (with the nearest valid one), a type is wrong, or an argument is positional.
       SystemExit: `--help` was given. The code is 0.
     """
     values = flags.FlagValues()

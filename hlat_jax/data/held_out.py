@@ -1,7 +1,6 @@
 """Batches of held-out text for validation, packed as in training.
 
-They depend only on the text, the tokenizer, the packing and the number of rows, so they are the same in every call and
-process.
+They depend only on the text, the tokenizer, the packing and the number of rows, not on the call or the process.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def open_held_out(
 
     The documents of a source, in order, are packed into rows as in training, to the end of the text. If there are more
     than `num_batches` batches, evenly spaced rows are used, so that all parts of the text are represented. If a source
-    holds more than READ_TOKENS (or twice the sample), the rows come from evenly spread documents that hold at least
-    that many tokens.
+    holds more than READ_TOKENS (or twice the sample), they come from evenly spread documents of at least that size.
 
     The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
 

@@ -22,10 +22,9 @@ from hlat_jax.data.tokenizer import Tokenizer
 class TrainBatches:
     """An endless iterator of (Batch, position) over `rows` of the global batch, by default all rows.
 
-    A Batch has NumPy arrays [len(rows), seq_len]. The position is int64[len(rows), 1 + 6 S] (see streams), and belongs
-    to the rows after the batch. A new TrainBatches continues from it with the next batch. Batches do not depend on the
-    number of threads. `__next__` raises an error in a document for the batch of that document, and in each later call.
-    Reads that fail for a while are tried again before.
+    A Batch has NumPy arrays [len(rows), seq_len]. The position after it is int64[len(rows), 1 + 6 S] (see streams),
+    from which a new TrainBatches continues. Batches do not depend on the number of threads. `__next__` raises an error
+    in a document for its batch, and in each later call. Reads that fail for a while are tried again before.
 
     Attributes:
       manifest: identifies the documents (see streams.joint_manifest). Checkpoints hold it.

@@ -194,8 +194,7 @@ class DocumentsStream:
 
     The state is `position`, int64[4]. It has the epoch and number of the window's first document, the next row in the
     window, and the count of skipped bad records. Bad records of a window count with its first row. After the last row
-    of a window the position is row 0 of the next window. Resuming from a position tokenizes the documents of that
-    window again.
+    of a window the position is row 0 of the next window. Resuming from a position tokenizes its window again.
 
     Each row tokenizes a share of the next window, so that only the first row waits for a whole window.
     """
@@ -304,8 +303,7 @@ def first_epoch(stream: Stream) -> Iterator[Row]:
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Returns the rows of a best-fit decreasing packing as lists of piece numbers.
 
-    Each piece, largest first, goes to the fullest row with room for it, or to a new row. If pieces or rows are equal,
-    the earlier one is taken.
+    Each piece, largest first, goes to the fullest row with room, or to a new row. Ties go to the earlier one.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full

@@ -115,8 +115,7 @@ def open_corpus(
 ) -> Corpus:
     """Returns the documents that `spec` names, by number, with their manifest.
 
-    A document is a str, or int32[n] if a dataset stores token ids. They are the ids that packing.document_tokens would
-    yield, with the EOS of each piece.
+    A document is a str, or int32[n] if a dataset stores token ids, which packing.document_tokens made, with EOS.
 
     The manifest identifies the documents, independent of their location. It has an entry for each file, dataset and run
     of plain-text files. Two manifests with the same `hash` have the same documents under the same numbers. The

@@ -10,8 +10,7 @@ emitted into row r before (see mixture). Row r of batch k is the next row of str
 pure function of (manifests, tokenizer, these settings, k). It does not depend on which process computes which rows.
 
 The position of row r is int64[1 + 6 S]. It has the number of batches so far. For each source it has the position of
-stream r, the tokens emitted into this row, and the tokens owed. Resuming needs nothing else. The position of a loader
-stacks the positions of its rows.
+stream r, the tokens emitted into this row, and the tokens owed. Resuming needs no more. A loader stacks its rows'.
 """
 
 from __future__ import annotations
@@ -193,8 +192,7 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
 def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
     """Returns 32 hex digits that two runs share if and only if their batches are the same.
 
-    After `num_batches` batches data.mixture may differ. `data` is a DataConfig as a dict, and `manifest` is from a
-    Definition.
+    After `num_batches` batches data.mixture may differ. `data` is a DataConfig as a dict, `manifest` a Definition's.
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []

@@ -103,9 +103,8 @@ def join(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib.P
     """Joins the job for the length of the block, which must enclose every other use of JAX. Does nothing without a job.
 
     All processes leave the block after every process has reached its end. An error in one block ends all processes at
-    once, without returning. Each prints one line with the reason and exits with code 2 for a ValueError, a mistake of
-    the user, else with 1. A process that sends no heartbeat for `peer_timeout_s` has the same effect. So has a process
-    without progress within the limit of its `watchdog`, with code 124.
+    once, without returning. Each prints a line with the reason and exits with code 2 for a ValueError, the user's
+    mistake, else with 1. No heartbeat for `peer_timeout_s`, or (code 124) no progress by `watchdog`, does the same.
 
     Args:
       job: the job, or None for a single process.

@@ -1,7 +1,7 @@
 """Finds errors of refused memory, threads and open files, also in threads that nobody awaits.
 
-A thread without memory for its first frame of Python never reports that it has started. A callback without memory never
-wakes its event loop. A waiter for one of them, such as a save, waits for ever.
+A thread without memory for its first frame of Python never reports its start, and a callback without memory never wakes
+its event loop. A waiter for one of them, such as a save, waits for ever.
 """
 
 from __future__ import annotations

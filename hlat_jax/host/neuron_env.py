@@ -93,8 +93,7 @@ def environment(
       parallel: the degrees of the mesh.
       topology: the topology of the job.
       current: the variables that are set already. Their values take precedence, see Environment.notes.
-      profile: the folder for the device records of JAX's profiler (`train.profile_steps`), or "" to record none, as
-        records take device memory.
+      profile: the folder for JAX's device profiles (`train.profile_steps`), or "" for none, as they take device memory.
       config_flags: the value of `train.compiler_flags`.
 
     Raises:

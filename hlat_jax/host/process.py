@@ -282,8 +282,7 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
 class StopSignals:
     """Turns SIGTERM, SIGUSR1, SIGHUP and SIGINT into `name`, which the loop reads.
 
-    SIGINT is acknowledged by a line on stderr. It ends the process at once while nothing is `unfinished`. A second
-    SIGINT always does.
+    SIGINT prints a line on stderr. It ends the process at once if nothing is `unfinished`. A second SIGINT always does.
 
     Attributes:
       name: the signal that came first, "" before it.

@@ -1,8 +1,7 @@
 """Lets the processes of a job meet before JAX joins them, as JAX aborts all of them for one from another job.
 
 Process 0 listens on the coordinator's port until the others have reported, and answers all at once. Then JAX's
-coordination service takes the port over. A process that comes later, or finds another program there, gets no such
-answer.
+coordination service takes the port over. A later process, or one that finds another program there, gets no answer.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: fl
     A process that finds another job there waits `busy_s` for its end, or `timeout_s` if that is less.
 
     Raises:
-      RendezvousError: another program or job has the port, two processes have the same id or different numbers, or not
-        all came in time.
+      RendezvousError: the port is taken, two processes have the same id or different numbers, or not all came in time.
     """
     host, _, port = coordinator.rpartition(":")
     who = f"process {process_id} of {num_processes} on {socket.gethostname()}"

@@ -27,8 +27,7 @@ def outcomes(
     child runs the rest. Call this before JAX starts in this process, as a Neuron core belongs to one process at a time.
 
     Args:
-      checks: the functions that return an `Outcome`, as "module:function", or "module:function:argument" for one
-        string.
+      checks: functions that return an `Outcome`, as "module:function", or "module:function:argument" for one string.
       environ: the environment of the child.
       timeout_s: the limit of one check, and of the start of JAX.
     """

@@ -64,8 +64,7 @@ def layouts_to_check(
 ) -> Iterator[tuple[Layout, str]]:
     """Yields (layout, axis) for every set of groups that collectives of a run on these devices may use.
 
-    These are the axes that the config's layout splits, if it fits, with devices placed as in a run. All devices follow,
-    unless they are one of these sets.
+    These are the axes that the config's layout splits, if it fits, with devices placed as in a run, and all devices.
     """
     try:
         layout = place_over(parallel, devices, server=server_of(devices), num_kv_heads=num_kv_heads)

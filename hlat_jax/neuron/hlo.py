@@ -39,8 +39,7 @@ def device_module(
       name: the key of the program in `compilation.traced_programs`.
       config: the config of the run.
       num_devices: the number of devices of the run.
-      max_devices: the largest number of devices to partition for. The data degree is reduced to fit, at equal rows per
-        device.
+      max_devices: the largest number of devices to partition for, by a lower data degree with equal rows per device.
       target: one of `rules.LINTED`, which chooses the implementations, or "" for any chip. Groups of cores are not
         checked, because no run has this mesh.
 

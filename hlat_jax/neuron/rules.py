@@ -32,12 +32,10 @@ class Rule:
     """One rule.
 
     Attributes:
-      severity: "error" if Neuron documents it as unsupported or computed wrongly, "warning" if it may fail or be slow,
-        "info" if it is worth knowing.
+      severity: "error" if documented as unsupported or wrong, "warning" if it may fail or be slow, else "info".
       matches: the part of a program that breaks the rule.
       why: the effect on the device.
-      source: the page of the Neuron documentation below awsdocs-neuron.readthedocs-hosted.com/en/v2.32.0, or the
-        finder.
+      source: the page below awsdocs-neuron.readthedocs-hosted.com/en/v2.32.0, or who found it.
       once: the severity in a program that runs once, such as initialization, or None for the same.
       many: the severity in a program for several devices, or None for the same.
       trn1: the severity on trn1, or None for the same.

@@ -1,7 +1,6 @@
 """Plans memory, collectives and speed of a run, `python -m hlat_jax.plan --config=NAME --instance=TYPE --nodes=N`.
 
-Needs no accelerator, as the training step is traced for virtual devices. `plan choices` shows the implementation of
-each op, see `plan.ops_command`.
+Needs no accelerator, as the training step is traced for virtual devices. See `plan.ops_command` for `plan choices`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Finds kind, mesh axes, bytes and executions of the collectives of a traced program without compiling it.
 
 The collectives of forward, backward and ZeRO are written explicitly inside `shard_map`. So the trace has all of them,
-at the dtypes of the target. A partitioner adds only the scalars of the two global norms. Tests compare the collectives
-with compiled programs.
+at the dtypes of the target. A partitioner adds only the scalars of two global norms. Tests compare compiled programs.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def count_collectives(collectives: Iterable[Collective]) -> dict[tuple[str, tupl
 def bus_factor(kind: str, group_size: int) -> float:
     """Returns the share of the payload that each of `group_size` devices sends.
 
-    The factor is 2(r - 1)/r for all-reduce, and (r - 1)/r for gather, scatter and exchange. Source: the bus factors of
-    AWS's `nccom-test`.
+    It is 2(r - 1)/r for all-reduce, and (r - 1)/r for gather, scatter and exchange. Source: AWS's `nccom-test`.
     """
     if kind == "collective-permute":
         return 1.0

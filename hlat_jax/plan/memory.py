@@ -37,8 +37,7 @@ class DeviceBytes:
         peak in loops without the sums, with the gradients of one microbatch. If the layers are unrolled, they are the
         peak kept by the forward pass, with the logits.
       workspace: the estimated bytes of the rest of the temporaries.
-      logits: the bytes of the logits of one microbatch on this device in fp32, a part of the workspace if the loss is
-        dense.
+      logits: the bytes of one microbatch's logits on this device in fp32, part of the workspace if the loss is dense.
       programs: the bytes of the loaded programs of a step on a Neuron device, code by the estimate of their
         instructions and rings. It is 0 elsewhere, and by default.
       temporaries_error: the share of the allocated temporaries by which their estimate may be too low.

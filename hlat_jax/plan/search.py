@@ -1,8 +1,7 @@
 """Ranks other layouts for the same nodes that fit by projected step time.
 
 A step takes seconds to trace, so an estimate by arithmetic chooses the layouts to trace. Its bytes leave out loaded
-programs, and temporaries other than gradients and kept activations. Its time leaves out elementwise work and small
-collectives.
+programs and temporaries except gradients and kept activations, its time elementwise work and small collectives.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A life is one process 0 of the run, from its start to its end. It appends events to EVENTS_FILE, and a thread replaces
 ALIVE_FILE by the account of the life each second. A killed life leaves that file, and the next life enters it in the
-events. So the time of a killed life after its last account, a second at most, counts as stopped. See
-docs/reliability.md.
+events. So a killed life's time after its last account, a second at most, counts as stopped. See docs/reliability.md.
 """
 
 from __future__ import annotations

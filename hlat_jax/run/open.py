@@ -75,8 +75,8 @@ def open_run(
       program: the program of the run, over the devices of this job.
       workdir: the run folder, which is locked, and created if missing.
       signals: the signals that stop the run, and its watchdog.
-      stack: the stack that closes what the run opens.
-      begin_again: whether to train from step 0 if all checkpoints of the run are lost.
+      stack: the stack that closes all that is opened.
+      begin_again: whether to train from step 0 if all checkpoints are lost.
       given: the config keys given on the command line, see `resume.open_init`.
 
     Raises:

@@ -77,9 +77,8 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
     """Reads an array with TensorStore into the array that `read_parts` returns.
 
     Args:
-      spec: TensorStore's spec. INDEX_CACHE in it is the cache for the nodes of a database.
-      abstract: the shape, dtype and sharding. Another dtype than the stored one rounds to nearest. The first axis may
-        have fewer rows than are stored, or more, which are zeros.
+      spec: TensorStore's spec, with INDEX_CACHE as the cache for the nodes of a database.
+      abstract: the shape, with fewer rows than are stored, or more, which are zeros. Another dtype rounds to nearest.
       donatable: whether a program can reuse the memory, see `read_parts`.
 
     The read needs memory for a few chunks, stored and decoded. An array of one chunk needs three times its size.

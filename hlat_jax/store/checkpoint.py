@@ -5,8 +5,7 @@ and CRC-32 of every file, is already in the folder then. So a kill never leaves 
 checkpoint. Orbax has no such sums, and would read flipped bytes of an array as data. Arrays are read without Orbax,
 which takes three times their memory.
 
-Only this module imports Orbax. All that depends on Orbax's internals is here, except the name of an item's file, which
-is in `checkpoint_checks`.
+Only this module imports Orbax and depends on its internals, except for a file name in `checkpoint_checks`.
 """
 
 from __future__ import annotations
@@ -189,9 +188,9 @@ class Checkpointer:
         return True
 
     def release(self) -> None:
-        """Removes the checkpoint that an export has read, unless another rule keeps it. Only process 0 calls this.
+        """Removes the checkpoint that an export has read, unless a rule keeps it. Only process 0 calls this.
 
-        Nothing happens while a save is under way, since the next save removes the checkpoint.
+        During a save it does nothing, as the next save removes the checkpoint.
         """
         step, self.exported.step = self.exported.step, 0
         steps, every = sorted(self._manager.all_steps()), self._config.keep_every_steps
@@ -335,8 +334,7 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
 def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
     """Reads one checkpoint, from `find_saved`. Its window of spikes begins again if it was saved with other shapes.
 
-    The embedding table and the head, and their optimizer state, may be padded with more rows of zeros, or with fewer.
-    Another layout pads the vocabulary to other parts.
+    The embedding table and the head, and their optimizer state, may have other padding, as layouts pad differently.
 
     Args:
       folder: the folder of the checkpoint.

@@ -45,8 +45,7 @@ class _Saved(TypedDict):
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the record of a checkpoint, which is all but its state.
 
-    It has "step", "position", "metadata", "arrays" (path -> dtype[shape]) and "norms" (part of the state -> norm, see
-    program.RunProgram).
+    It has "step", "position", "metadata", "arrays" (path -> dtype[shape]) and the "norms" of program.RunProgram.
 
     Raises:
       ValueError: a field is missing or of another kind, as an older version wrote it. The message has file and field.

@@ -84,7 +84,7 @@ def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line for each key whose value differs between a checkpoint and now, or that only one of them has."""
+    """Returns a line for each key with different values in a checkpoint and now, or with a value in only one."""
     sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
     return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
 

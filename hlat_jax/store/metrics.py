@@ -1,8 +1,7 @@
 """Metrics of a run in metrics.jsonl, progress lines, TensorBoard and Weights & Biases.
 
 `metrics.jsonl` is the record, and the others are views of it. It has each step exactly once, even if the run was killed
-and resumed. On resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers, not
-device arrays.
+and resumed. On resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class _TrainRow(_Row):
 class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
-    Training rows have the values from `loop` and `run.step_sync`, `tokens_per_s` and, if the peak is known, `mfu_6n`
-    and `mfu`.
+    Training rows have values from `loop` and `run.step_sync`, `tokens_per_s` and, for a known peak, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -244,8 +242,7 @@ def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) ->
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
     """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`, and returns the last training row.
 
-    Idempotent, also after a kill at any point. Discarded rows are fsynced before they are removed from `path`, and are
-    not appended a second time.
+    Idempotent, also after a kill. Discarded rows are fsynced before they leave `path`, and are not appended twice.
     """
     path = pathlib.Path(path)
     if not path.exists():

@@ -1,8 +1,7 @@
 """Prints the text that a step trains on, `python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`.
 
 Starts at the nearest position that the run recorded and replays the batches in between. Writes nothing to the run
-folder except the line index of a new or changed JSONL file. This needs a writable folder of a run that keeps such
-indices.
+folder except the line index of a new or changed JSONL file, if the run keeps such indices.
 """
 
 from __future__ import annotations

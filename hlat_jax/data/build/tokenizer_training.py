@@ -1,7 +1,6 @@
 """Trains a SentencePiece model on a sample of the text, `python -m hlat_jax.data tokenizer`.
 
-The model is lossless, so `decode(encode(text)) == text` for every text without U+2581, which SentencePiece itself uses
-for a space.
+The model is lossless, so `decode(encode(text)) == text` for every text without U+2581, SentencePiece's own space.
 """
 
 from __future__ import annotations

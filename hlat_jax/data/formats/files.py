@@ -75,8 +75,7 @@ class DataFile:
 class Snapshot:
     """The state of a file at its opening. Reads raise an error once the file has changed.
 
-    The size and the time of writing are compared before each read. If only the time differs, the file is unchanged if
-    its fingerprint is the same.
+    The size and the time of writing are compared before each read. If only the time differs, the fingerprint decides.
 
     Attributes:
       size, fingerprint: the bytes of the file, and the digits that `fingerprint` returned for it.
