@@ -1,4 +1,4 @@
-"""All settings of a run: frozen dataclasses with the name, type, unit, meaning and default of each. Imports no JAX.
+"""All settings of a run as frozen dataclasses, with type, unit, meaning and default of each. Imports no JAX.
 
 `default()` returns an `ml_collections.ConfigDict` with every key. A config module edits it. `resolve.resolve` checks it
 and returns a `Config`, the form that the rest of the package uses.
@@ -30,7 +30,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
-    """Raises ValueError for a value outside the key's choices; the message names the nearest one."""
+    """Raises ValueError for a value outside the key's choices. The message names the nearest choice."""
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
@@ -85,15 +85,15 @@ STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_di
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What the backward pass recomputes: a value of `model.remat`, parsed.
+    """A parsed value of `model.remat`, the choice of values that the backward pass recomputes.
 
     Attributes:
-      kind: "auto" (chosen by platform), "none", "full" (only the inputs of layers are saved), "names" (those and the
-        values that layers name), "saved" (those and values of any name, chosen for a budget), "policy" (what a policy
-        of `jax.checkpoint` saves), or "budget" (to be chosen).
-      saved: names of the values of kinds "names" and "saved".
+      kind: one of "auto" (chosen by platform), "none", "full", "names", "saved", "policy" or "budget". "full" saves
+        only the inputs of layers. "names" adds values that layers name, and "saved" values of any name, chosen for a
+        budget. "policy" saves by a policy of `jax.checkpoint`. "budget" needs a choice of values.
+      saved: the names of the values for kinds "names" and "saved".
       policy: one of `STOCK_POLICIES`, for kind "policy".
-      budget_bytes: bytes for the temporaries of a step on one device, for kind "budget".
+      budget_bytes: the bytes for the temporaries of a step on one device, for kind "budget".
     """
 
     kind: str
@@ -103,7 +103,7 @@ class Remat:
 
 
 def parse_remat(text: str) -> Remat:
-    """Returns a value of `model.remat`, parsed. Raises ValueError for any other text."""
+    """Returns the parsed value of `model.remat`. Raises ValueError for any other text."""
     if text in ("auto", "none", "full"):
         return Remat(text)
     if text in ("selective", "products"):
@@ -130,7 +130,7 @@ def parse_remat(text: str) -> Remat:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
+    """A Llama-architecture decoder. `Decoder(ModelConfig(...))` needs no other section."""
 
     vocab_size: int = _key(32000, "Number of token ids. 0 takes data.tokenizer's.", least=1, most=1 << 24)
     num_layers: int = _key(2, "Decoder layers.", least=1, most=10_000)
@@ -177,7 +177,7 @@ class ModelConfig:
     cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=_CROSS_ENTROPY)
 
     def check(self) -> None:
-        """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
+        """Raises ValueError for a model that cannot be built. `resolve` and `Decoder` call it."""
         for field in dataclasses.fields(self):
             check_choice(f"model.{field.name}", field, getattr(self, field.name))
         for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "rope_beta_slow"):
@@ -193,7 +193,7 @@ class ModelConfig:
                 f"Use one of {divisors}."
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs.")
+            raise ValueError(f"model.head_dim={self.head_dim} must be even, as rotary embeddings rotate pairs.")
         for upper, lower in (("rope_high_freq_factor", "rope_low_freq_factor"), ("rope_beta_fast", "rope_beta_slow")):
             if getattr(self, upper) <= getattr(self, lower):
                 raise ValueError(
@@ -217,7 +217,7 @@ class ModelConfig:
         return parse_remat(self.remat)
 
     def windows(self, num_keys: int) -> tuple[int, ...]:
-        """Returns for each layer how many of `num_keys` keys a query attends to at most."""
+        """Returns the largest number of keys, at most `num_keys`, that a query attends to in each layer."""
         window = min(self.sliding_window or num_keys, num_keys)
         numbers = range(1, self.num_layers + 1)
         ranges = self._window_ranges() or (numbers,)
@@ -238,14 +238,14 @@ _AUTO = {
 
 
 def select(key: str, value: str, platform: str) -> str:
-    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` becomes its default."""
+    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`, with `auto` resolved."""
     named, there, elsewhere = _AUTO[key]
     return value if value != "auto" else there if platform == named else elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of the device mesh, outermost first. At most one may be -1: all remaining devices."""
+    """Degrees of the device mesh, outermost first. At most one may be -1, for all remaining devices."""
 
     pipe: int = _key(1, "Pipeline stages.")
     data: int = _key(-1, "Replicas of the parameters.")
@@ -256,7 +256,7 @@ class ParallelConfig:
     sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")
     reduce_gradients: str = _key(
         "step",
-        "Sum gradients over data once a step, or after each microbatch (with zero1 that is ZeRO-2).",
+        "Sum gradients over data once a step, or after each microbatch (ZeRO-2 with zero1).",
         choices=("step", "microbatch"),
     )
     pipe_exchange: str = _key(
@@ -319,7 +319,7 @@ class OptimizerConfig:
 
     @property
     def decay_start(self) -> float:
-        """The step of the first update of the decay, which has the peak rate; infinite for a constant schedule."""
+        """The step of the first update of the decay, which has the peak rate, or infinity for a constant schedule."""
         if self.schedule == "constant":
             return math.inf
         if self.schedule == "wsd":
@@ -377,7 +377,7 @@ class TrainConfig:
     )
     compiler_flags: str = _key("", "Flags for neuronx-cc. NEURON_CC_FLAGS takes precedence.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.", least=0)
-    eval_every_steps: int = _key(0, "Steps between validations; one is at the end. 0 means only that one.", least=0)
+    eval_every_steps: int = _key(0, "Steps between validations, with one at the end. 0 means only the last.", least=0)
     num_eval_batches: int = _key(
         8, "Batches of a validation of each source, spread over its documents. 0 means all text.", least=0
     )
@@ -386,7 +386,7 @@ class TrainConfig:
     )
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME. They need the eval extra.")
     eval_tasks_every_steps: int = _key(
-        0, "Steps between runs of the tasks; two are before the first step and at the end.", least=0
+        0, "Steps between runs of the tasks, which also run before the first step and at the end.", least=0
     )
     eval_tasks_limit: int = _key(0, "Number of questions of each task, from the first. 0 means all.", least=0)
     eval_tasks_folder: str = _key("", "Folder with your tasks, as YAML files.", is_path=True)
@@ -428,7 +428,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """Progress lines and records; without influence on training."""
+    """Progress lines and records, without influence on training."""
 
     log_every_steps: int = _key(
         0,
@@ -476,7 +476,7 @@ PATH_KEYS = tuple(
 
 
 def default() -> Any:
-    """Returns an `ml_collections.ConfigDict` with every key at its default; `resolve` rejects other keys."""
+    """Returns an `ml_collections.ConfigDict` with every key at its default. `resolve` rejects other keys."""
     import ml_collections  # here, so that models can be imported without it
 
     tree = {name: {f.name: f.default for f in dataclasses.fields(cls)} for name, cls in SECTIONS.items()}
@@ -500,10 +500,10 @@ def field_of(section: str, key: str) -> dataclasses.Field:
 
 
 def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
-    """Returns the value of a key converted to the type of its default; a path without `file://`.
+    """Returns the value of a key converted to the type of its default, and a path without `file://`.
 
     Raises:
-      ValueError: a wrong type, a value outside the key's choices, or a URL for a path; the message begins with `path`.
+      ValueError: the type is wrong, the value is not among the choices, or a path is a URL. The message has `path`.
     """
     kind = type(field.default)
     if kind is float and type(value) is int and abs(value) < 1 << 1023:  # within the range of float

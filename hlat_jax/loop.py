@@ -2,26 +2,25 @@
 
 After c updates, one iteration
 
-1. evaluates the state on held-out text and on tasks, when due: their rows describe exactly these parameters. Where a
-   signal has come it saves first, as in 2, since an evaluation may take longer than the sender of the signal waits;
-2. saves, when due. First the metrics of every step up to c are fetched, written and synced, then the norms of the state
-   are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
-   at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
-   step has exactly one row. After a non-finite step, a save that is due is postponed until a step is finite:
-   the newest checkpoint is from before these steps. Where the run ends (its last step, a signal, a batch that cannot be
-   read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
-   finite is never saved: it ends the run, which resumes from the newest checkpoint;
-3. stops, when c is the last step, validations do not improve (`train.early_stop_evals`) or a signal has come: after the
-   save, so that no step is lost;
-4. takes batch c + 1, once all processes have their rows of it;
-5. dispatches step c + 1, which donates the old state;
-6. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
-   synchronization on batch c + 1, which happens while it runs step c. A save that has ended meanwhile is exported, when
-   due, by a thread.
+1. evaluates the state on held-out text and on tasks, if due. The rows describe exactly these parameters. After a signal
+   it saves first, as in 2, since an evaluation may take longer than the sender of the signal waits.
+2. saves, if due. First the metrics of every step up to c are fetched, written and synced. Then the norms of the state
+   are computed. One checkpoint gets the state, the data position after batch c and the token count. So a checkpoint at
+   c implies that the rows up to c are on disk. A resumed run drops the rows above c and writes them again, and each
+   step has exactly one row. After a non-finite step, a save that is due is postponed until a step is finite, so the
+   newest checkpoint is from before these steps. If the run ends (its last step, a signal, a batch that cannot be read)
+   the state is saved nevertheless, as non-finite updates are skipped. A state with a norm that is not finite is never
+   saved, and ends the run, which resumes from the newest checkpoint.
+3. stops, if c is the last step, validations do not improve (`train.early_stop_evals`) or a signal has come. It stops
+   after the save, so that no step is lost.
+4. takes batch c + 1 after all processes have their rows of it.
+5. dispatches step c + 1, which donates the old state.
+6. logs the metrics of step c. The device already has its next work and never waits for the host. Nor does it wait for
+   the synchronization on batch c + 1, which happens while it runs step c. A thread exports a finished save, if due.
 
-Before 4 it starts, and after 6 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
+The trace of `train.profile_steps` starts before 4 and stops after 6. Both wait for the steps dispatched so far.
 
-All processes run this loop and take the same branches; process 0 alone prints and writes rows.
+All processes run this loop and take the same branches. Only process 0 prints and writes rows.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _BETWEEN_STEPS = "preparing the next step"
 
 
 def train(run: Run, progress: Progress) -> str:
-    """Trains an opened run to its last step or to a signal; returns the name of a signal that left steps over, or "".
+    """Trains an opened run to its last step or to a signal. Returns the signal if steps are left, else "".
 
     Raises what `hlat_jax.train.train` does.
     """
@@ -182,7 +181,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     run.log.sync()
     if progress.num_nonfinite and not stopping:
         if not progress.save_postponed:
-            print(f"checkpoint of step {progress.step} postponed to the next finite step: this one was not finite")
+            print(f"checkpoint of step {progress.step}, which was not finite, postponed to the next finite step")
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
@@ -344,7 +343,7 @@ def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -
 def progress_bar(
     config: Config, read: Callable[[], tuple[float, str]], *, in_place: bool = True
 ) -> contextlib.AbstractContextManager:
-    """Returns a context that shows progress on stdout, so that it stands between the other lines, unless it is off."""
+    """Returns a context that shows progress on stdout, between the other lines, unless it is off."""
     if config.metrics.console == "off":
         return contextlib.nullcontext()
     return ProgressBar(read, stream=sys.stdout, in_place=in_place)

@@ -1,4 +1,4 @@
-"""`resolve` turns a ConfigDict into a frozen Config, after all checks that need no files and no devices.
+"""Turns a ConfigDict into a frozen Config, after all checks that need no files and no devices.
 
 Checks that depend on the number of devices are in `parallel.degrees`.
 """
@@ -31,8 +31,8 @@ def resolve(mutable: Any) -> Config:
     """Returns the frozen Config of a ConfigDict (or of a nested dict) after all checks that need no files or devices.
 
     Raises:
-      ValueError: an unknown or missing key, a wrong type, a value outside its choices, or values that contradict
-        each other; the message has the path, the numbers and what to change.
+      ValueError: a key is unknown or missing, a value has a wrong type or is not among the choices, or values
+        contradict each other. The message has the path, the numbers and the remedy.
     """
     tree = mutable if isinstance(mutable, dict) else mutable.to_dict()
     for name in sorted(set(tree) - {"name"}):
@@ -66,7 +66,7 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
 
 
 def check_unicode(what: str, value: Any) -> None:
-    """Raises ValueError for text of a command line that is not UTF-8; the message begins with `what`."""
+    """Raises ValueError for text of a command line that is not UTF-8. The message begins with `what`."""
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()
@@ -75,7 +75,7 @@ def check_unicode(what: str, value: Any) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raises ValueError for degrees that no number of devices allows; called again once a degree of -1 is resolved."""
+    """Raises ValueError for degrees that no number of devices allows. Called again after a degree of -1 is resolved."""
     degrees = {name: getattr(parallel, name) for name in ("pipe", "data", "fsdp", "context", "tensor")}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
@@ -107,7 +107,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
 
 
 def export_problem(model: ModelConfig) -> str:
-    """Returns why transformers does not load an export of a model, and what it would load; "" if it does.
+    """Returns the reason why transformers cannot load an export of a model, with the remedy, or "" if it can.
 
     Source: transformers 5, the configurations and models of llama, mistral, qwen2 and qwen3.
     """
@@ -141,7 +141,7 @@ def export_problem(model: ModelConfig) -> str:
 
 
 def check_policy(policy: str, *, pipe: int) -> None:
-    """Raises ValueError for a policy that excludes pipeline stages; called again once a degree of -1 is resolved."""
+    """Raises ValueError for a policy that excludes pipeline stages. Called again after a degree of -1 is resolved."""
     if policy == "autocast" and pipe > 1:
         raise ValueError(
             f"precision.policy=autocast excludes parallel.pipe={pipe}, because autocast transforms a whole loss "
@@ -150,7 +150,7 @@ def check_policy(policy: str, *, pipe: int) -> None:
 
 
 def branch_source(train: TrainConfig) -> tuple[str, int] | None:
-    """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
+    """Returns (run folder, step) of `train.branch_from`, or None if it is empty. Raises ValueError for another form."""
     if not train.branch_from:
         return None
     match = re.fullmatch("(.+)@([0-9]{1,9})", train.branch_from)
@@ -188,12 +188,12 @@ def profiled_steps(train: TrainConfig) -> range:
 
 
 def skipped_batches(skip_steps: str) -> tuple[range, ...]:
-    """Returns the numbers of the batches that a `train.skip_steps` leaves out, as `parse_ranges`."""
+    """Returns the numbers of the batches that `train.skip_steps` leaves out, as `parse_ranges` does."""
     return parse_ranges("train.skip_steps", skip_steps, example="1200:1400 for 201 batches")
 
 
 def batch_of_step(step: int, skipped: Sequence[range]) -> int:
-    """Returns the number of the batch that a step trains, which is also how many batches were passed after it."""
+    """Returns the number of the batch that a step trains on, which equals the number of batches passed after it."""
     batch = step
     for part in skipped:
         batch += len(part) if part.start <= batch else 0
@@ -201,10 +201,10 @@ def batch_of_step(step: int, skipped: Sequence[range]) -> int:
 
 
 def held_out_share(validation: str) -> float:
-    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
+    """Returns the share of data.train that a data.validation such as "5%" holds out, or 0 for any other value.
 
     Raises:
-      ValueError: not above 0% and at most 50%.
+      ValueError: the share is not above 0% and at most 50%.
     """
     match = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
     if not match:
@@ -228,7 +228,7 @@ _ONLY_WITH = {
 
 
 def check_optimizer(o: OptimizerConfig) -> None:
-    """Raises ValueError for keys without effect, and for a schedule whose parts exceed its horizon."""
+    """Raises ValueError for keys without effect, and for a schedule with parts that exceed its horizon."""
     for name, (key, wanted) in _ONLY_WITH.items():
         value, chosen = getattr(o, name), getattr(o, key)
         if chosen != wanted and value != field_of("optimizer", name).default:

@@ -1,6 +1,6 @@
-"""Trains: the function, and the command `python -m hlat_jax.train --config=NAME`, which sets the environment first.
+"""Trains a model, as a function or by `python -m hlat_jax.train --config=NAME`, which sets the environment first.
 
-JAX is imported in functions only, as it has to see that environment.
+JAX is imported only in functions, as it has to see that environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hlat_jax.run import costs
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains with the config and flags of a command line; returns the exit code."""
+    """Trains with the config and flags of a command line, and returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     with contextlib.ExitStack() as opening:
         opening.enter_context(process.ending_when_stopped(values.stopped_code or TERMINATED_CODE))
@@ -87,22 +87,24 @@ def train(
     stopped_code: int = 0,
     given: Collection[str] = (),
 ) -> int:
-    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code.
+    """Trains to `train.num_steps`, or resumes the run in `workdir`.
 
-    It is 0 after the last step, 130 after Ctrl-C, else `stopped_code`.
+    Returns the exit code, which is 0 after the last step, 130 after Ctrl-C, else `stopped_code`.
 
     Args:
-      watchdog: is kept up to date, for who watches it.
-      begin_again: whether to train from step 0 where the checkpoints are lost.
+      config: the config, from `resolve`.
+      workdir: the run folder.
+      watchdog: the watchdog to keep up to date, if any.
+      begin_again: whether to train from step 0 if the checkpoints are lost.
       stopped_code: the exit code if a signal other than SIGINT ends the run before its last step.
-      given: keys of the command line, as `resume.open_init` takes them.
+      given: the config keys given on the command line, as `resume.open_init` takes them.
 
     On CPU, glibc's allocator then keeps freed memory in this process, see `allocator.keep_freed_memory`.
 
     Raises:
-      ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
-      OSError: the disk failed; the last complete checkpoint is intact.
-      NonFiniteError: see `train.max_nonfinite_steps`.
+      ValueError: the config, data, machine or folder cannot be used to train. Nothing was changed.
+      OSError: the disk failed. The last complete checkpoint is intact.
+      NonFiniteError: `train.max_nonfinite_steps` steps in a row were not finite or had no target.
     """
     workdir = local_path(workdir, key="workdir", use="run")
     import jax  # in here: the environment is set before

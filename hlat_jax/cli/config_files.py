@@ -1,4 +1,4 @@
-"""Config files, shipped or of one's own: found, run, checked with the line of a fault; their paths made absolute."""
+"""Finds, runs and checks config files, shipped or the user's, and makes their paths absolute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(name_or_path: str) -> Any:
     """Returns the ConfigDict of a shipped config (`tiny`) or of a file (`path/to/run.py`), its `name` filled in.
 
     Raises:
-      ValueError: no such name or file (the message has the nearest name), or a file that does not run, has no
+      ValueError: there is no such name or file, and the message has the nearest name. Or the file does not run, has no
         `get_config`, or sets a value of a wrong type.
     """
     names = shipped_configs()
@@ -37,7 +37,7 @@ def load(name_or_path: str) -> Any:
             f"{nearest(name_or_path, names)}"
         )
     if not path.is_file():
-        raise ValueError(f"--config={name_or_path}: no such file. The shipped configs are {', '.join(names)}.")
+        raise ValueError(f"--config={name_or_path} does not exist. The shipped configs are {', '.join(names)}.")
     try:
         module = runpy.run_path(str(path.absolute()))
         if "get_config" not in module:
@@ -76,7 +76,7 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
 def make_text_paths_absolute(mutable: Any) -> None:
     """Makes relative paths of text and tokenizer in a ConfigDict absolute, from the working directory.
 
-    URLs, package:NAME and a share of data.train stay as they are.
+    URLs, package:NAME and a share of data.train do not change.
     """
     _anchor_paths(mutable, pathlib.Path.cwd(), keys=_TEXT_KEYS)
 
@@ -112,7 +112,7 @@ def map_paths(change: Callable[[str], str], spec: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Returns whether there is a file, a folder or a match of a glob; of one with `**`, the folder before it."""
+    """Returns whether there is a file, a folder or a match of a glob, or for `**` the folder before it."""
     head, deep, _ = path.partition("**")
     return os.path.exists(path) or any(glob.iglob((os.path.dirname(head) or os.curdir) if deep else path))
 
@@ -123,7 +123,7 @@ def shipped_configs() -> dict[str, pathlib.Path]:
 
 
 def config_folder() -> pathlib.Path:
-    """Returns the folder of the shipped configs: inside an installed package, or beside it in a checkout."""
+    """Returns the folder of the shipped configs, inside an installed package, or next to it in a checkout."""
     package = pathlib.Path(__file__).resolve().parent.parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -1,4 +1,4 @@
-"""Command lines: `--config=NAME|PATH --config.section.key=VALUE` and a command's own flags; error and exit codes."""
+"""Parses command lines, `--config=NAME|PATH --config.section.key=VALUE` and a command's own flags. Exits on errors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from hlat_jax.host import compile_cache, limits, process
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
     """Returns (ConfigDict with every override applied, the command's own flags).
 
-    `--init_from=PATH` sets train.init_from, and the config `continue` where there is no other.
+    `--init_from=PATH` sets train.init_from, and the config `continue` if no other is given.
 
     Args:
-      define: declares the command's own flags on the `absl` FlagValues it is given.
+      argv: the command line without the program.
+      define: the function that declares the command's own flags on `absl` FlagValues.
 
     Raises:
-      ValueError: no --config or two, two --init_from, an unknown config, key or flag (with the nearest valid one), or a
-        value of a wrong type.
-      SystemExit: with code 0, after `--help`.
+      ValueError: --config is missing, or it or --init_from is given twice. Or a config, key or flag is unknown (with
+        the nearest valid one), or a value has a wrong type.
+      SystemExit: `--help` was given. The code is 0.
     """
     values = flags.FlagValues()
     define(values)
@@ -91,9 +92,9 @@ class _PathParser(flags.ArgumentParser):
 
 
 def define_path(values: flags.FlagValues, name: str, about: str, *, default: str = "", use: str = "read") -> None:
-    """Declares a flag for a path of this machine: its value has `~` expanded, and a URL is a ValueError.
+    """Declares a flag for a path on this machine. Its value has `~` expanded, and a URL is a ValueError.
 
-    `use` is as `facts.local_paths.check_local` takes it.
+    `use` is an argument of `facts.local_paths.check_local`.
     """
     parser = _PathParser(key=f"--{name}", use=use)
     flags.DEFINE(parser, name, default, about, values, flags.ArgumentSerializer())
@@ -115,14 +116,14 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
 
 
 def given_keys(values: flags.FlagValues) -> set[str]:
-    """Returns the keys, such as data.train, that a command line sets; `values` is what `parse` returned for it."""
+    """Returns the keys, such as data.train, that a command line sets, from the flags that `parse` returned for it."""
     return set(config_flags.get_override_values(values["config"]))
 
 
 def config_words(argv: Sequence[str]) -> list[str]:
-    """Returns the words of a command line that choose and change the config, as --flag=VALUE: config and init_from.
+    """Returns the words of a command line with config and init_from, as --flag=VALUE.
 
-    `argv` is one that `parse` takes: a value may also be the word after its flag.
+    `argv` is as for `parse`, so a value may also be the word after its flag.
     """
     words = []
     for word, after in zip(argv, [*argv[1:], "--"], strict=True):
@@ -135,8 +136,8 @@ def config_words(argv: Sequence[str]) -> list[str]:
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
     """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
-    `usage` is what `--help` prints before the flags, and `missing` the error without positional arguments; raises as
-    `parse_own`, and ValueError without --out, where that is one of the flags.
+    `usage` is the text of `--help` before the flags, and `missing` the error without positional arguments. Raises the
+    errors of `parse_own`, and ValueError without --out, if that is one of the flags.
     """
     inputs = _rest(argv, values, usage=usage)
     if not inputs:
@@ -147,11 +148,11 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
 
 
 def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
-    """Returns the flags of a command without a config; `define` declares them, and `usage` begins the `--help`.
+    """Returns the flags of a command without a config. `define` declares them, and `usage` begins the `--help`.
 
     Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a positional argument.
-      SystemExit: with code 0, after `--help`.
+      ValueError: a flag is unknown (with the nearest valid one), a type is wrong, or an argument is positional.
+      SystemExit: `--help` was given. The code is 0.
     """
     values = flags.FlagValues()
     define(values)
@@ -249,11 +250,11 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
-    """Runs a command on sys.argv and exits: a ValueError is one line on stderr and code 2, an OSError one and code 1.
+    """Runs a command on sys.argv and exits. An error is a line on stderr, with code 2 for ValueError and 1 for OSError.
 
     Ctrl-C is code 130, a closed pipe 141. Characters that standard output cannot show are replaced.
 
-    Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
+    This is not `absl.app.run`, which parses other flags, prints usage errors over several lines and exits with 1.
     """
     process.replace_unprintable()
     compile_cache.silence_tuning_hints(os.environ)
@@ -285,9 +286,9 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 
 
 def choose_verb(argv: Sequence[str], verbs: Collection[str], *, usage: str) -> str:
-    """Returns the verb that a command line begins with; raises ValueError for an unknown one.
+    """Returns the verb at the beginning of a command line. Raises ValueError for an unknown verb.
 
-    For `--help`, and for no word at all, prints `usage` and exits.
+    For `--help`, and without any word, prints `usage` and exits.
     """
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(usage)
@@ -298,24 +299,24 @@ def choose_verb(argv: Sequence[str], verbs: Collection[str], *, usage: str) -> s
 
 
 def check_output(flag: str, path: str) -> None:
-    """Raises ValueError where the file `path` cannot be written, before the work whose result goes there; "": none."""
+    """Raises ValueError if the file `path` cannot be written, before the work for it begins. "" is no file."""
     if not path:
         return
     file = pathlib.Path(path)
     if not file.parent.is_dir():
-        raise ValueError(f"{flag}={path}: there is no folder {file.parent}. Make it first, or give another path.")
+        raise ValueError(f"{flag}={path} needs the folder {file.parent}. Make it first, or give another path.")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{flag}={path} cannot be written. Give the path of a file.")
 
 
 def write_report(path: str, report: dict[str, Any]) -> None:
-    """Writes a report to the file that `--json` names; "": none."""
+    """Writes a report to the file that `--json` names, or nowhere for ""."""
     if path:
         pathlib.Path(path).write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 def usage(values: flags.FlagValues) -> str:
-    """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
+    """Returns the text of `--help`, with the grammar, a command's own flags, the shipped configs and every key."""
     own = [f"  --{name:<24} {values[name].help}" for name in values]
     keys = [
         f"  --config.{f'{section}.{key.name}={key.default}':<40} {key.metadata['doc']}"

@@ -1,4 +1,4 @@
-"""`hlat AREA ...`: the console command; `hlat train --config=tiny` is `python -m hlat_jax.train --config=tiny`."""
+"""The console command `hlat AREA ...`. `hlat train --config=tiny` runs `python -m hlat_jax.train --config=tiny`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODULES = {"launch": "cli.launch_files"}  # of areas that are not named as thei
 
 
 def main() -> None:
-    """Runs the area that sys.argv names as `python -m` does, and exits with its code; of an unknown area: 2."""
+    """Runs the area that sys.argv names as `python -m` does, and exits with its code, or with 2 if it is unknown."""
     process.exit_on_interrupt()
     name, *words = sys.argv[1:] or [""]
     if name not in AREAS:
@@ -45,5 +45,5 @@ def _explain_areas(word: str) -> int:
     if word == "--version":
         print(hlat_jax.__version__)
         return 0
-    print(f"error: unknown area {word!r}. {nearest(word, AREAS)}", file=sys.stderr)
+    print(f"error: {word!r} is not an area. {nearest(word, AREAS)}", file=sys.stderr)
     return 2

@@ -1,4 +1,4 @@
-"""`hlat launch`: the scripts and manifests that start a job on several nodes, also of an installed package."""
+"""Lists and copies the scripts and manifests that start a job on several nodes, `hlat launch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ that file; with --out, copies all of them.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Lists, prints or copies the files; returns the exit code."""
+    """Lists, prints or copies the files, and returns the exit code."""
     folder = launch_folder()
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if not argv:
@@ -30,14 +30,14 @@ def main(argv: Sequence[str]) -> int:
     elif len(argv) > 1:
         raise ValueError(f"unexpected argument {argv[1]!r}. Give one FILE, or --out=FOLDER for all files.")
     elif argv[0] not in files:
-        raise ValueError(f"{argv[0]}: no such launch file. {nearest(argv[0], files)}")
+        raise ValueError(f"{argv[0]} is not a launch file. {nearest(argv[0], files)}")
     else:
         print(files[argv[0]].read_text(), end="")
     return 0
 
 
 def launch_folder() -> pathlib.Path:
-    """Returns the folder of the files: inside an installed package, or beside it in a checkout."""
+    """Returns the folder of the files, inside an installed package, or next to it in a checkout."""
     package = pathlib.Path(__file__).resolve().parent.parent
     installed = package / "launch"
     return installed if installed.is_dir() else package.parent / "launch"

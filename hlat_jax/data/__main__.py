@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.data build|tokenizer|stats|peek`: the commands for text."""
+"""The commands for text, `python -m hlat_jax.data build|tokenizer|stats|peek`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _peek(argv: Sequence[str]) -> int:
 
     config, values = _parse_config(argv, define)
     if values.step is None or values.step < 1:
-        raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
+        raise ValueError(f"--step={values.step} must be at least 1. Step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
     from hlat_jax.data.build import peek

@@ -1,4 +1,4 @@
-"""Documents of which only the answers are trained on: a prompt with its answer, or a conversation."""
+"""Tokens of documents in which only the answers are trained on, a prompt with its answer or a conversation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hlat_jax.data.tokenizer import Tokenizer
 
 
 class AnswerTokens:
-    """Makes the tokens of `records.Answered` documents, of which the answers alone are targets.
+    """Makes the tokens of `records.Answered` documents, in which only the answers are targets.
 
-    A conversation is written by the chat template beside the tokenizer, its control tokens as such. A prompt and its
-    answer end with EOS, which counts, and begin with BOS if `bos`.
+    A conversation is formatted with the tokenizer's chat template, and control tokens are encoded as control tokens. A
+    prompt and its answer end with EOS, which is a target, and begin with BOS if `bos`.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, bos: bool):
@@ -29,7 +29,7 @@ class AnswerTokens:
 
     @property
     def template_sha256(self) -> str:
-        """Identifies the template and what reads its control tokens; "" as long as no conversation was written."""
+        """Identifies the template and the reader of its control tokens, or "" until a conversation is formatted."""
         if "_template" not in vars(self):
             return ""
         return f"{self._template.sha256[:16]}{self._tokenizer.control_tokens_sha256[:16]}"

@@ -1,4 +1,4 @@
-"""Chat templates of Hugging Face folders: the text of a conversation, and which parts of it are answers."""
+"""Formats conversations with chat templates of Hugging Face folders, and finds the answers in the text."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
 class ChatTemplate:
-    """The template of a folder: its chat_template.jinja, or chat_template in its tokenizer_config.json.
+    """The template of a folder, from its chat_template.jinja or chat_template in its tokenizer_config.json.
 
     Args:
-      folder: of the template.
+      folder: the folder of the template.
       now: the time that the template's `strftime_now` writes.
-      name: of a template, where the folder has several; "": the default one.
+      name: the name of the template, if the folder has several. "" is the default template.
 
     Attributes:
-      folder: of the template.
-      text: the template itself, in Jinja.
-      marks_answers: whether the template marks them with {% generation %}.
-      sha256: of the template and the control tokens that it is given.
+      folder: the folder of the template.
+      text: the text of the template, in Jinja.
+      marks_answers: whether the template marks answers with {% generation %}.
+      sha256: the checksum of the template and of the control tokens that it gets.
 
     Raises:
-      ValueError: the folder has none, none of that name, or one that is not Jinja; jinja2 is not installed.
+      ValueError: the folder has no template of that name, or it is not Jinja, or jinja2 is not installed.
     """
 
     def __init__(self, folder: pathlib.Path, *, now: datetime.datetime = TRAINING_DAY, name: str = ""):
@@ -71,14 +71,14 @@ class ChatTemplate:
             self._as_parts = not self._leaves_out("user", ["user"])
 
     def render(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
-        """Returns the text of a conversation, control tokens written out.
+        """Returns the text of a conversation with control tokens written out.
 
         Args:
-          messages: in turn.
-          to_answer: whether the beginning of an answer follows.
+          messages: the messages in turn.
+          to_answer: whether the text ends with the beginning of an answer.
 
         Raises:
-          ValueError: the template refuses them, or has no place for the role of one.
+          ValueError: the template refuses the messages, or has no place for the role of one.
         """
         return self._render(messages, to_answer=to_answer).replace(_BEGIN, "").replace(_END, "")
 
@@ -86,22 +86,22 @@ class ChatTemplate:
         """Returns the text of a conversation up to the end of the last message's content, for a model to continue.
 
         Raises:
-          ValueError: as `render`, or the template leaves out the end of that message.
+          ValueError: `render` raises, or the template leaves out the end of that message.
         """
         *before, last = messages
         text, cut, rest = self.render([*before, last | {"content": last["content"] + _CUT}]).rpartition(_CUT.strip())
         if not cut:
-            raise ValueError(f"the chat template of {self.folder} leaves out the end of the message to be continued.")
+            raise ValueError(f"the chat template of {self.folder} leaves out the end of the message to continue.")
         return text if rest.startswith(" ") else text.rstrip()  # as transformers: a template that strips contents
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation and (first character, last + 1) of each part that is an answer.
 
-        What {% generation %} marks; without it, of each message of the assistant what follows the beginning of an
-        answer, with what ends it.
+        Answers are the parts that {% generation %} marks. Without marks, they are each message of the assistant from
+        after the beginning of an answer to its end, end included.
 
         Raises:
-          ValueError: as `render`; the template does not write an answer whole, or in another way where others follow.
+          ValueError: `render` raises, or the template cuts an answer, or changes it if messages follow.
         """
         marked, spans = self._render(messages), []
         if self.marks_answers:
@@ -148,8 +148,8 @@ class ChatTemplate:
                     return len(begin + same), len(begin + between + content + ending)
         raise ValueError(
             f"the chat template of {self.folder} leaves out a part of message {index + 1}, such as a thought, or "
-            "writes it in another way where others follow, so that the answer cannot be told apart; put {% generation "
-            "%} and {% endgeneration %} around the answer in the template, or end the conversation with that message."
+            "changes it if messages follow. Put {% generation %} and {% endgeneration %} around the answer in the "
+            "template, or end the conversation with that message."
         )
 
     def _render(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
@@ -158,7 +158,7 @@ class ChatTemplate:
             if self._leaves_out(role, talk):
                 where = "in front of the user's, before an answer" if is_first else "after another message"
                 raise ValueError(
-                    f"the chat template of {self.folder} has no place for the role {role!r} {where}; leave such "
+                    f"the chat template of {self.folder} has no place for the role {role!r} {where}. Leave such "
                     "messages out, or change the template."
                 )
             self._placed.add((role, is_first))
@@ -195,11 +195,11 @@ def _read(folder: pathlib.Path, name: str) -> tuple[str, dict[str, str]]:
     known = {key: text for key, text in texts.items() if isinstance(text, str)}
     if not known:
         raise ValueError(
-            f"{folder} has no chat template: neither a chat_template.jinja nor chat_template in tokenizer_config.json. "
-            "Put that of the model there; a base model has none."
+            f"{folder} has no chat template, neither a chat_template.jinja nor chat_template in tokenizer_config.json. "
+            "Put the model's template there. A base model has none."
         )
     if name not in known:
-        raise ValueError(f"{folder} has no chat template called {name!r}; it has {', '.join(sorted(known))}.")
+        raise ValueError(f"{folder} has no chat template called {name!r}. It has {', '.join(sorted(known))}.")
     tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
     contents = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
     return known[name], {key: token for key, token in contents.items() if token is not None}

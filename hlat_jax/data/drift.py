@@ -1,4 +1,4 @@
-"""Differences between the data of a run and the data that its checkpoint records. Imports no JAX."""
+"""Compares the data of a run with the data that its checkpoint records. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hlat_jax.resolve import held_out_share
 
 
 def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
-    """Returns a line for each difference between the data of two settings of a run after `num_batches` batches: changed
-    files, a changed chat template, and a changed data.mixture of those batches.
+    """Returns a line for each difference between the data of two settings of a run after `num_batches` batches.
 
-    Later stages may be added, changed or removed.
+    Differences are changed files, a changed chat template, and a changed data.mixture of the batches so far. Later
+    stages of the mixture may be added, changed or removed.
     """
     lines, said = [], set()
     for key, name in (("manifest", "data.train"), ("validation_manifest", "data.validation")):

@@ -1,7 +1,6 @@
 """Batches of held-out text for validation, packed as in training.
 
-They depend only on the text, the tokenizer, the packing and the number of rows, so they are the same in every call and
-process.
+They depend only on the text, the tokenizer, the packing and the number of rows, not on the call or the process.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _GROWTH = 8  # limits the estimate of how many more documents to read
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """How much of a source its held-out rows cover.
+    """The part of a source that its held-out rows cover.
 
     Attributes:
-      documents, tokens: documents with tokens in the rows, and the number of these tokens, EOS counted.
-      all_documents, all_tokens: documents and tokens of the source.
+      documents, tokens: the numbers of documents with tokens in the rows, and of these tokens with EOS.
+      all_documents, all_tokens: the numbers of documents and tokens of the source.
       is_estimate: whether `all_tokens` is estimated from the documents that were read.
-      num_rows: rows of a sample; 0 if they are all of the text.
+      num_rows: the number of rows of a sample, or 0 if the rows hold all of the text.
     """
 
     documents: int
@@ -61,8 +60,8 @@ class HeldOut:
     """The held-out batches of one source.
 
     Attributes:
-      batches: NumPy, [len(rows), seq_len].
-      num_bytes: UTF-8 bytes of text of the counted targets, over all rows.
+      batches: the batches of NumPy arrays [len(rows), seq_len].
+      num_bytes: the number of UTF-8 bytes of text of the counted targets, over all rows.
     """
 
     batches: list[batch_lib.Batch]
@@ -71,7 +70,7 @@ class HeldOut:
     coverage: Coverage
 
     def describe(self, name: str) -> str:
-        """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
+        """Returns the coverage as text, such as '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
         skipped = f"; {count_text(self.num_skipped, 'bad record')} skipped" if self.num_skipped else ""
         return f"{named}{self.coverage}{skipped}"
@@ -86,20 +85,21 @@ def open_held_out(
     rows_per_batch: int | None = None,
     index_folder: pathlib.Path | None = None,
 ) -> tuple[dict[str, HeldOut], dict[str, Any] | None]:
-    """Returns the held-out batches of each source of `data.validation`, and the manifest; ({}, None) without any.
+    """Returns the held-out batches of each source of `data.validation`, and the manifest, or ({}, None) without any.
 
-    The documents of a source, in order, are packed into rows as in training, to the end of the text. All rows are used
-    if `num_batches` is 0 or more than there are; else `num_batches` * `data.batch_size` evenly spaced ones, so that
-    each document is represented. If a source holds more than READ_TOKENS (or twice the sample), the rows come from
-    evenly spread documents that hold at least that many tokens.
+    The documents of a source, in order, are packed into rows as in training, to the end of the text. If there are more
+    than `num_batches` batches, evenly spaced rows are used, so that all parts of the text are represented. If a source
+    holds more than READ_TOKENS (or twice the sample), they come from evenly spread documents of at least that size.
 
     The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
 
     Args:
-      num_batches: at most this many of each source; 0: all.
-      rows: the rows of each batch for this process; None: all.
-      rows_per_batch: batch size for the same rows; None: `data.batch_size`.
-      index_folder: keeps the indices of JSONL files between runs.
+      data: the data of the config.
+      tokenizer: the tokenizer of the text.
+      num_batches: the largest number of batches of each source, or 0 for all.
+      rows: the rows of each batch for this process, by default all.
+      rows_per_batch: the batch size for the same rows, by default `data.batch_size`.
+      index_folder: the folder that keeps the indices of JSONL files between runs.
     """
     if not data.validation:
         return {}, None
@@ -117,7 +117,7 @@ def open_held_out(
             batches.append(batch_lib.take_rows(batch, own))
         if not num_bytes:
             raise ValueError(
-                f"data.validation={data.validation!r} holds no text to predict; give more text (of source "
+                f"data.validation={data.validation!r} holds no text to predict. Give more text (of source "
                 f"{source.name}), or '' for no validation."
             )
         held_out[source.name] = HeldOut(batches, round(num_bytes), num_skipped, coverage)

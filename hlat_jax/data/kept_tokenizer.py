@@ -1,4 +1,4 @@
-"""The copy of the tokenizer in a run folder, so that the folder can be moved: `<run folder>/tokenizer/`."""
+"""Keeps a copy of the tokenizer in `<run folder>/tokenizer/`, so that the folder can be moved."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
 
 
 def file_sha256(path: pathlib.Path) -> str:
-    """Returns the checksum of a tokenizer by which runs tell it from others."""
+    """Returns the checksum by which runs identify a tokenizer."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
-    """Returns the tokenizer that a run folder keeps; None without one of this checksum, where "" stands for any."""
+    """Returns the tokenizer that a run folder keeps, or None without one of this checksum ("" stands for any)."""
     for path in (workdir / FOLDER / name for name in _NAMES):
         if path.is_file() and sha256 in ("", file_sha256(path)):
             return path
@@ -47,7 +47,7 @@ def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
 
 
 def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
-    """Returns `data.tokenizer`, or, if that file is gone since the run in `workdir` opened it, the path of its copy."""
+    """Returns `data.tokenizer`, or the path of its copy if the file is gone since the run in `workdir` opened it."""
     if not tokenizer or tokenizer.startswith("package:") or local_path(tokenizer, key="data.tokenizer").is_file():
         return tokenizer
     kept, opened = find_kept(workdir, sha256=""), recorded_value(workdir, "data.tokenizer")

@@ -1,4 +1,4 @@
-"""The loader of a run: threads read and tokenize batches ahead of the training step. See streams for batch k."""
+"""Loads the batches of a run, in threads that read and tokenize ahead of the training step. Streams defines batch k."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from hlat_jax.data.tokenizer import Tokenizer
 
 
 class TrainBatches:
-    """An endless iterator of (Batch, position) over `rows` of the global batch; None: all of them.
+    """An endless iterator of (Batch, position) over `rows` of the global batch, by default all rows.
 
-    Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows after the
-    batch; a new TrainBatches with that position continues with the next batch. Batches do not depend on the
-    number of threads. An error in a document is raised by `__next__` for the batch of that document, and by each later
-    call; what cannot be read for a while is tried again before.
+    A Batch has NumPy arrays [len(rows), seq_len]. The position after it is int64[len(rows), 1 + 6 S] (see streams),
+    from which a new TrainBatches continues. Batches do not depend on the number of threads. `__next__` raises an error
+    in a document for its batch, and in each later call. Reads that fail for a while are tried again before.
 
     Attributes:
-      manifest: identifies the documents (see streams.joint_manifest); saved in checkpoints.
-      num_documents: over all sources and rows.
+      manifest: identifies the documents (see streams.joint_manifest). Checkpoints hold it.
+      num_documents: the number of documents, over all sources and rows.
       rows: the rows of the global batch that this loader returns.
     """
 
@@ -58,7 +57,7 @@ class TrainBatches:
         return make_batch([row for _, row in self.next_rows()]), self._position.copy()
 
     def next_rows(self) -> list[tuple[int, packing.Row]]:
-        """Returns the rows of the next batch: (number of its source, row) for each of `rows`."""
+        """Returns (number of its source, row) for each of `rows` of the next batch."""
         if self._workers is None:
             raise ValueError("these batches are closed.")
         made = self._workers.next_rows()
@@ -66,11 +65,11 @@ class TrainBatches:
         return [(source, row) for source, row, _ in made]
 
     def get_state(self) -> np.ndarray:
-        """Returns int64[len(rows), 1 + 6 S]: the position after the last batch."""
+        """Returns the position after the last batch, int64[len(rows), 1 + 6 S]."""
         return self._position.copy()
 
     def set_state(self, state: np.ndarray | None) -> None:
-        """Moves to a position, or to the beginning; tokenizes at most a document or window per row and source again."""
+        """Moves to a position, or to the beginning. Tokenizes at most a document or window per row and source again."""
         position = self.definition.position(state, num_rows=len(self.rows))
         self.close()
         self._position = position
@@ -88,7 +87,7 @@ class TrainBatches:
 
 
 def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:
-    """Returns the Batch of packed rows, which all have the same packing. What is no target has weight 0."""
+    """Returns the Batch of packed rows, which all have the same packing. Tokens that are not targets have weight 0."""
     tokens = packing.concatenate([row.tokens for row in rows])
     ids_BT, segment_ids = tokens.ids.reshape(len(rows), -1), [row.segment_ids for row in rows]
     is_concat = segment_ids[0] is None
@@ -166,9 +165,9 @@ def _make(stream: RowStream) -> tuple[int, packing.Row, np.ndarray] | Exception:
 
 
 def batch_hash(batch: batch_lib.Batch, *, rows: Sequence[int]) -> str:
-    """Returns 32 hex digits for tokens, targets, segments and weights; `rows` numbers its rows in the global batch.
+    """Returns 32 hex digits for tokens, targets, segments and weights. `rows` has the numbers in the global batch.
 
-    It is the XOR of one digest per row, so the hash of a global batch is the XOR of those of its parts.
+    The hash is the XOR of one digest per row. So the hash of a global batch is the XOR of the hashes of its parts.
     """
     fields = [batch.tokens, batch.targets, batch.weights]
     fields += [] if batch.segment_ids is None else [batch.segment_ids]

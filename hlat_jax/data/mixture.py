@@ -1,13 +1,13 @@
-"""Chooses the source of each row: the syntax of data.train and data.mixture, and accounts of tokens per source.
+"""Chooses the source of each row by data.train and data.mixture, with accounts of tokens per source.
 
-Every row keeps its own account, so that no process needs the rows of another. For row r of batch k, the quasirandom
-point u = frac(r * a1 + k * a2) selects the source whose share of [0, 1) contains it, where (a1, a2) = (1/p, 1/p^2) and
-p is the plastic number: the R2 sequence, which is even over every run of rows, of batches, and of both. That source is
-credited with the tokens of one full row. The row is then taken from the source that is owed most, which is debited with
-the tokens in it; padding is debited from all sources by their shares. The balance stays within a few rows, so the
-weight of a source is its share of the tokens, not of the rows. Where every row is full, as under `concat`, the selected
-source is always owed most, and batch k needs no account. Source: Roberts, "The Unreasonable Effectiveness of
-Quasirandom Sequences" (2018), for R2.
+Every row keeps its own account, so that no process needs the rows of another. Each source has a share of [0, 1). Row r
+of batch k selects the source with u = frac(r * a1 + k * a2) in its share. Here (a1, a2) = (1/p, 1/p^2) and p is the
+plastic number. This quasirandom R2 sequence is even over every run of rows, of batches, and of both. The selected
+source is credited with the tokens of one full row. The row is then taken from the source that is owed most, and its
+tokens are debited from that source. Padding is debited from all sources by their shares. The balance stays within a few
+rows, so the weight of a source is its share of the tokens, not of the rows. If every row is full, as under `concat`,
+the selected source is always owed most, and batch k needs no account. Source: Roberts, "The Unreasonable Effectiveness
+of Quasirandom Sequences" (2018), for R2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNTIL = re.compile(r"(.*?)(?:\s+until_(step|tokens)\s*=\s*(\S+))?\s*", re.DOTAL
 
 
 def parse_sources(spec: str, *, key: str) -> dict[str, str]:
-    """Returns name -> PATHS of `PATHS` (one source, named "all") or of `NAME=PATHS;NAME=PATHS`, in order.
+    """Returns name -> PATHS in order, from `PATHS` (one source, named "all") or `NAME=PATHS;NAME=PATHS`.
 
     A path that starts like a name, such as lang=en/a.jsonl, must be written ./lang=en/a.jsonl.
     """
@@ -45,21 +45,21 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
     named = {match[1]: match[2].strip() for match in matches if match}
     if len(named) < len(parts) or not all(named.values()) or (UNNAMED in named and len(named) > 1):
         raise ValueError(
-            f"{key}={spec!r}: several sources are NAME=PATHS;NAME=PATHS, each with a name of its own, which is not "
-            f"{UNNAMED!r}, and with paths, separated by commas."
+            f"{key}={spec!r} does not name its sources. Write NAME=PATHS;NAME=PATHS with different names, none of them "
+            f"{UNNAMED!r}, and commas between paths."
         )
     return named
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtureStage:
-    """A stage of the mixture: the shares of the batches from the end of the previous stage up to `until_step`.
+    """A stage of the mixture, with the shares of the batches from the end of the previous stage up to `until_step`.
 
     Attributes:
-      until_step: the first batch of the next stage; None: the last stage.
-      shares: exact, one per source, in the order of the sources; their sum is 1.
-      until_tokens: if rows hold padding, the number of tokens after which it ends; `until_step` is then the earliest
-        possible first batch of the next stage.
+      until_step: the first batch of the next stage, or None in the last stage.
+      shares: one exact share per source, in the order of the sources. Their sum is 1.
+      until_tokens: if rows hold padding, the number of tokens after which the stage ends. `until_step` is then the
+        earliest possible first batch of the next stage.
     """
 
     until_step: int | None
@@ -70,17 +70,17 @@ class MixtureStage:
 def parse_stages(
     spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False
 ) -> tuple[MixtureStage, ...]:
-    """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`; "" is for a single source.
+    """Returns the stages of `NAME=W,NAME=W[ until_step=N| until_tokens=N];...`, or of "" for a single source.
 
-    `batch_tokens` is the most that a batch holds; with `has_padding` it usually holds less. A stage until N tokens ends
-    with the batch that reaches N.
+    `batch_tokens` is the largest number of tokens in a batch, which usually holds less with `has_padding`. A stage
+    until N tokens ends with the batch that reaches N.
     """
     parts = [part for part in spec.split(";") if part.strip()]
     if not parts and len(names) == 1:
         return (MixtureStage(None, (fractions.Fraction(1),)),)
     if not parts:
         example = ",".join(f"{name}=1" for name in names)
-        raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as to {example}")
+        raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources. Set it, as in {example}")
     stages, before = [], 0
     for stage_number, part in enumerate(parts, 1):
         where = f"data.mixture, stage {stage_number} ({part.strip()})"
@@ -116,7 +116,7 @@ def first_stages(stages: Sequence[MixtureStage], *, num_batches: int) -> list[tu
     """Returns (end, exact shares) of the stages of the first `num_batches` batches, in a canonical form.
 
     Consecutive stages of equal shares are merged, and later stages are left out. A stage that ends by tokens has the
-    earliest end that is possible; if that is within the batches, its tokens follow its shares.
+    earliest possible end. If that end is within the batches, the tokens of the stage follow its shares.
     """
     ends: list[tuple[int, list[str]]] = []
     for stage in stages:
@@ -148,10 +148,10 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
         weights[match[1]] = weight
     missing = [name for name in names if name not in weights]
     if missing:
-        raise ValueError(f"{where} has no weight for {', '.join(missing)}; write {missing[0]}=0 to leave it out.")
+        raise ValueError(f"{where} has no weight for {', '.join(missing)}. Write {missing[0]}=0 to leave it out.")
     total = sum(weights.values())
     if total == 0:
-        raise ValueError(f"{where}: all weights are 0; give one above 0.")
+        raise ValueError(f"{where}: all weights are 0. Give one above 0.")
     return tuple(weights[name] / total for name in names)
 
 
@@ -170,8 +170,8 @@ class Mixture:
     """The choice of a source for every row of every batch, by stages, and the account of each row.
 
     Attributes:
-      num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
-      row_tokens: tokens of a full row.
+      num_rows: the number of rows of a batch, among which the tokens of a stage are divided evenly.
+      row_tokens: the number of tokens of a full row.
     """
 
     def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int, row_tokens: int):
@@ -184,9 +184,10 @@ class Mixture:
         """Returns the source of one row of one batch.
 
         Args:
-          batch: number of the batch, from 0.
-          emitted: tokens of each source in row `row` of the batches before.
-          owed: tokens owed to each source after those, see `account_after`.
+          row: the number of the row in its batch.
+          batch: the number of the batch, from 0.
+          emitted: the tokens of each source in row `row` of the earlier batches.
+          owed: the tokens owed to each source after them, see `account_after`.
         """
         stage = self._stage(batch, emitted)
         credited = self._credit(stage, row, batch=batch, owed=owed)
@@ -196,7 +197,7 @@ class Mixture:
     def account_after(
         self, row: int, *, batch: int, emitted: Sequence[int], owed: Sequence[int], num_tokens: int
     ) -> tuple[list[int], list[int]]:
-        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
+        """Returns (emitted, owed) after a row of `num_tokens` tokens. The sum of `owed` is 0 before and after."""
         stage, source = self._stage(batch, emitted), self.choose(row, batch=batch, emitted=emitted, owed=owed)
         padding = batch * self.row_tokens - sum(emitted)  # in this row of the batches before
         padding_after, paid = padding + self.row_tokens - num_tokens, 0

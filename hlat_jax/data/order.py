@@ -1,4 +1,4 @@
-"""Orders of documents: the shuffled ones are Grain's."""
+"""Orders of documents. Shuffled orders come from Grain."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Order:
         self._numbers[0]  # initializes Grain's statistics before threads read
 
     def number(self, epoch: int, entry: int) -> int:
-        """Returns which document is entry `entry` of an epoch."""
+        """Returns the number of the document at entry `entry` of an epoch."""
         # Grain counts epochs in the index: entry e * n + i of an order is entry i of epoch e
         return int(self._numbers[epoch * self._num_documents + entry])
 
 
 def evenly_spread(total: int) -> Iterator[int]:
-    """Yields each number below `total` once, in golden-ratio steps: any first n are about evenly spread."""
+    """Yields each number below `total` once, in golden-ratio steps, so that any first n are about evenly spread."""
     step = round(total * (math.sqrt(5) - 1) / 2)
     while math.gcd(step, total) > 1:
         step += 1

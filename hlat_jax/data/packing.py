@@ -1,16 +1,16 @@
 """Packs documents into rows of tokens, by `concat` or `documents`, in streams that can be resumed.
 
-`concat` is HLAT's packing: no BOS (unless data.prepend_bos is set), EOS after each document, each row begins where the
-previous one ended, nothing is dropped or padded, and attention crosses documents. A document over the character limit
-is cut into pieces, EOS after each, in order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv
-2404.10630, published packing script.
+`concat` is HLAT's packing. A document has EOS at its end, and no BOS unless data.prepend_bos is set. Each row begins at
+the end of the previous row, nothing is dropped or padded, and attention crosses documents. A document over the
+character limit is cut into pieces in order, with EOS after each. HLAT's script put the tail pieces first, a bug that is
+not copied. Source: arXiv 2404.10630, published packing script.
 
-`documents` cuts the same tokens of each document every `seq_len` and puts whole cuts into rows: a stream takes a fixed
-number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
-attention and no target crosses its ends. The rest of a row is padding.
+`documents` cuts the same tokens of each document every `seq_len` and puts whole cuts into rows. A stream takes a window
+of a fixed number of documents at a time, which ends with the epoch, and packs it best-fit. Every cut is a segment, so
+no attention and no target crosses its ends. The rest of a row is padding.
 
 A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for pieces of `Tokens`.
-`read` returns None for a bad record to be skipped, which the stream counts.
+`read` returns None for a bad record to skip, which the stream counts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Tokens:
     """Consecutive tokens, which can be sliced.
 
     Attributes:
-      ids: int32 [n].
-      is_target: bool [n], which of them the loss counts as targets; None: all of them.
+      ids: int32 [n], the token ids.
+      is_target: bool [n], whether the loss counts each token as a target. None stands for all.
     """
 
     ids: np.ndarray
@@ -46,12 +46,12 @@ class Tokens:
         return Tokens(self.ids[part], None if self.is_target is None else self.is_target[part])
 
     def mask(self) -> np.ndarray:
-        """Returns bool [n]: which tokens are targets."""
+        """Returns whether each token is a target, bool [n]."""
         return np.ones(len(self), bool) if self.is_target is None else self.is_target
 
 
 def concatenate(parts: Sequence[Tokens]) -> Tokens:
-    """Returns the tokens of all parts in order; without a part that has `is_target`, the result has none."""
+    """Returns the tokens of all parts in order. The result has `is_target` if a part has it."""
     has_mask = any(part.is_target is not None for part in parts)
     mask = np.concatenate([part.mask() for part in parts]) if has_mask else None
     return Tokens(np.concatenate([part.ids for part in parts]), mask)
@@ -67,8 +67,8 @@ class Span:
 
     Attributes:
       epoch, document: the document, by its number in the stream.
-      token: index of the first token in the document, EOS counted.
-      start, stop: their range in the row.
+      token: the index of the first token in the document, EOS counted.
+      start, stop: the range of the tokens in the row.
     """
 
     epoch: int
@@ -83,9 +83,9 @@ class Row:
     """One row of a batch.
 
     Attributes:
-      tokens: of T.
-      segment_ids: int32 [T], from 1, 0 for padding; None: one segment fills the row.
-      spans: where the tokens come from, in order; padding has none.
+      tokens: the T tokens of the row.
+      segment_ids: int32 [T], from 1, with 0 for padding. None stands for one segment that fills the row.
+      spans: the origins of the tokens, in order. Padding has none.
     """
 
     tokens: Tokens
@@ -94,13 +94,13 @@ class Row:
 
 
 def pieces(text: str, *, max_chars: int) -> Iterator[str]:
-    """Yields `text` in order, cut every `max_chars` characters; an empty text is one empty piece."""
+    """Yields `text` in order, cut every `max_chars` characters. An empty text is one empty piece."""
     for start in range(0, max(len(text), 1), max_chars):
         yield text[start : start + max_chars]
 
 
 def document_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
-    """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece.
+    """Yields the int32 tokens of a document, one piece at a time, each with EOS at its end. Memory holds one piece.
 
     With `bos` each piece begins with BOS.
     """
@@ -113,9 +113,9 @@ def document_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: boo
 class ConcatStream:
     """An endless stream of rows of `seq_len` tokens from the documents 0 .. `num_documents` - 1, epoch after epoch.
 
-    The state is `position`, int64[4]: the epoch, the document in it, the token of that document (EOS counted) at which
-    the next row begins, and the bad records skipped so far. It is canonical: after the end of a document it is (epoch,
-    document + 1, 0). Resuming from a position tokenizes at most that document again.
+    The state is `position`, int64[4]. The next row begins in its epoch, document and token of the document (EOS
+    counted). The last element is the number of bad records skipped so far. The position is canonical, so after the end
+    of a document it is (epoch, document + 1, 0). Resuming from a position tokenizes at most that document again.
     """
 
     def __init__(self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray):
@@ -190,11 +190,11 @@ class _Window:
 
 
 class DocumentsStream:
-    """An endless stream of rows of whole documents: the cuts of `window_documents` at a time, packed best-fit.
+    """An endless stream of rows of whole documents, with the cuts of `window_documents` at a time packed best-fit.
 
-    The state is `position`, int64[4]: the epoch and number of the first document of the window, the next row of the
-    window, and the bad records skipped so far (those of a window count with its first row). After the last row of a
-    window it is row 0 of the next one. Resuming from a position tokenizes the documents of that window again.
+    The state is `position`, int64[4]. It has the epoch and number of the window's first document, the next row in the
+    window, and the count of skipped bad records. Bad records of a window count with its first row. After the last row
+    of a window the position is row 0 of the next window. Resuming from a position tokenizes its window again.
 
     Each row tokenizes a share of the next window, so that only the first row waits for a whole window.
     """
@@ -291,7 +291,7 @@ Stream = ConcatStream | DocumentsStream
 
 
 def first_epoch(stream: Stream) -> Iterator[Row]:
-    """Yields the rows of the first epoch of a new stream; the last row of a ConcatStream ends with the epoch."""
+    """Yields the rows of the first epoch of a new stream. The last row of a ConcatStream ends with the epoch."""
     while stream.position[0] == 0:
         row = stream.next_row()
         if row.segment_ids is None:
@@ -303,8 +303,7 @@ def first_epoch(stream: Stream) -> Iterator[Row]:
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Returns the rows of a best-fit decreasing packing as lists of piece numbers.
 
-    Each piece, largest first, goes to the fullest row with room for it, or to a new row; ties go to the earlier piece
-    and row.
+    Each piece, largest first, goes to the fullest row with room, or to a new row. Ties go to the earlier one.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full

@@ -60,7 +60,7 @@ def check_mixture(data: DataConfig) -> None:
 
 
 def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:
-    """Raises ValueError for a URL, a local file or folder that does not exist, or a glob without a match."""
+    """Raises ValueError for a URL, a local path that does not exist, or a glob without a match."""
     if path.startswith("package:"):
         asset_path(path.removeprefix("package:"))
         return
@@ -79,7 +79,7 @@ def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
 
 
 def recorded_value(workdir: pathlib.Path, key: str) -> Any:
-    """Returns a value, such as that of data.train, of the config that a run folder records; None without a record."""
+    """Returns the value of a key such as data.train in the config that a run folder records, or None without it."""
     section, _, name = key.partition(".")
     try:
         return read_json(workdir / "config.json")[section][name]

@@ -1,7 +1,7 @@
 """Data positions by batch, as the run folder or its checkpoints record them.
 
-`<run folder>/positions/<number>.npz` holds the position after that many batches and the identity of the data it belongs
-to, up to there (see streams). Step k trains batch k, or a later one where `train.skip_steps` has left out some.
+`<run folder>/positions/<number>.npz` holds the position after that many batches and the identity of the data up to
+there (see streams). Step k trains on batch k, or on a later one if `train.skip_steps` left out some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Identity = Callable[[int], str]  # of the data, up to a step
 
 
 def write(workdir: pathlib.Path, num_batches: int, *, position: np.ndarray, data_identity: str) -> None:
-    """Records the position after `num_batches`; the file is written atomically."""
+    """Records the position after `num_batches` in a file that is written atomically."""
     (workdir / FOLDER).mkdir(exist_ok=True)
     content = io.BytesIO()
     np.savez(content, position=position, identity=np.asarray(data_identity))
@@ -41,9 +41,9 @@ def rewind(workdir: pathlib.Path, num_batches: int) -> None:
 def nearest_position(
     workdir: pathlib.Path, num_batches: int, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.
+    """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer, or None.
 
-    Raises ValueError if that one, or a later one, belongs to other data.
+    Raises ValueError if that position, or a later one, belongs to other data.
     """
     files = {path: path.stem for path in workdir.glob(f"{FOLDER}/*.npz")}
     files |= {path: path.parents[1].name for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}")}
@@ -55,7 +55,7 @@ def nearest_position(
         if recorded_identity != data_identity(recorded_after):
             raise ValueError(
                 f"{path} belongs to a run on other data (another text, tokenizer, chat template, seed, mixture or "
-                "packing); use the config it was trained with, which its run folder has, or another --workdir."
+                "packing). Use the config it was trained with, which its run folder has, or another --workdir."
             )
         if recorded_after <= num_batches:
             return recorded_after, position, path

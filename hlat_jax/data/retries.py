@@ -1,4 +1,4 @@
-"""Reading again, for about a minute, after a fault of the file system that may pass."""
+"""Reads again, for about a minute, after a fault of the file system that may pass."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Retries:
-    """Calls a function that reads again where it raises Unreadable, after each of WAITS_S; thread-safe.
+    """Calls a function that reads, and again after each of WAITS_S if it raises Unreadable. Thread-safe.
 
-    A failure is a line on stderr, at most one a minute. Once a read was given up, all are tried only once for a minute:
-    else every stream would wait in its turn.
+    A failure is a line on stderr, at most one a minute. After the last try of a read, all reads are tried only once for
+    a minute, since otherwise every stream would wait in its turn.
     """
 
     def __init__(self, interrupted: Callable[[], bool] = lambda: False):

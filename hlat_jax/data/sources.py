@@ -1,6 +1,6 @@
-"""Documents by number: the files of a config as one sequence of documents, and the manifest that identifies it.
+"""Reads the files of a config as one sequence of documents by number, with the manifest that identifies it.
 
-A document is a text, or token ids where a dataset stores them. Files are read in place, not copied.
+A document is a text, or token ids if a dataset stores them. Files are read in place, not copied.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of tex
 
 
 class Corpus:
-    """The documents of several files and datasets in one sequence: str, or int32[n] where token ids are stored.
+    """The documents of several files and datasets in one sequence, str, or int32[n] if token ids are stored.
 
-    A str is `records.Answered` where only the answers are trained on.
+    A str is `records.Answered` if only the answers are trained on.
 
     Attributes:
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
       has_text: whether it has plain-text files, which can be cut at paragraphs.
-      is_cut: whether these are cut.
+      is_cut: whether the plain-text files are cut.
       num_held_out: the number of documents that `split` holds out.
     """
 
@@ -95,7 +95,7 @@ class Corpus:
 
 
 def num_held_out(total: int, *, share: float) -> int:
-    """Returns how many of `total` documents are held out: `share` of all, at least one and at most MAX_HELD_OUT."""
+    """Returns the number of held-out documents, which is `share` of `total`, at least 1 and at most MAX_HELD_OUT."""
     return min(max(1, round(share * total)), MAX_HELD_OUT)
 
 
@@ -115,16 +115,16 @@ def open_corpus(
 ) -> Corpus:
     """Returns the documents that `spec` names, by number, with their manifest.
 
-    A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
-    with the EOS of each piece.
+    A document is a str, or int32[n] if a dataset stores token ids, which packing.document_tokens made, with EOS.
 
     The manifest identifies the documents, independent of their location. It has an entry for each file, dataset and run
-    of plain-text files. Two manifests with the same `hash` have the same documents under the same numbers: the
-    fingerprint of JSONL covers every byte, and that of a dataset its content; of other files over 1 MiB it covers the
-    size and 16 blocks of 64 KiB.
+    of plain-text files. Two manifests with the same `hash` have the same documents under the same numbers. The
+    fingerprint of JSONL covers every byte, and the fingerprint of a dataset its content. For other files over 1 MiB it
+    covers the size and 16 blocks of 64 KiB.
 
     Args:
       spec: paths separated by commas.
+      text_field: the key or column of the text.
       key: the config path of `spec`, for errors.
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
@@ -151,7 +151,7 @@ def open_corpus(
     entries = [_manifest_entry(*each) for each in opened]
     num_documents = sum(entry["documents"] for entry in entries)
     if num_documents == 0:
-        raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
+        raise ValueError(f"{key}={spec!r} has no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
     return Corpus([part for *_, part in opened], manifest, ignored=searched.describe_ignored(), is_cut=cut_text)
@@ -172,7 +172,7 @@ def _open_file(
     if kind == "built":
         return open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
     if kind in ("megatron", "npy") and tokenizer is None:
-        raise ValueError(f"{key}: {file} holds token ids; give text, as its bytes are counted.")
+        raise ValueError(f"{key}: {file} holds token ids. Give text, as its bytes are counted.")
     snapshot = Snapshot(file)
     match kind:
         case "array_record":
@@ -190,7 +190,7 @@ def _open_file(
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
-    """Returns the share of unknown tokens in a sample of documents: texts, or token ids; 0 if there are none."""
+    """Returns the share of unknown tokens in a sample of documents of text or token ids, 0 without documents."""
     if tokenizer.unk_id < 0:
         return 0.0
     num_unknown = num_tokens = 0
@@ -206,7 +206,7 @@ def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -
 
 
 def many_unknown(name: str, share: float) -> str:
-    """Returns the warning about a share of unknown tokens in a source of text; "" if there are few."""
+    """Returns the warning about a share of unknown tokens in a source of text, or "" if there are few."""
     if share <= _MANY_UNKNOWN:
         return ""
     return (

@@ -1,17 +1,16 @@
-"""The definition of batch k: the tokens of each of its rows.
+"""Defines batch k, the tokens of each of its rows.
 
 A run has S named sources (see mixture.parse_sources) and R = data.batch_size rows. Each source has R streams. In epoch
-e, stream r of source s reads the documents order(s, e)[r], order(s, e)[r + R], ..., where order(s, e) is a permutation
-of all documents of s that depends only on data.seed, the name of s and e (data.shuffle=False: the identity), and then
-continues with epoch e + 1. With data.on_bad_record="skip" it skips bad records. It tokenizes each document, cut every
-data.max_document_chars characters, and packs the tokens into rows of data.seq_len by data.packing, under `documents`
-data.window_documents at a time (see packing). Row r of batch k is the next row of stream r of the source that
-data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
-(manifests, tokenizer, those settings, k), independent of which process computes which rows.
+e, stream r of source s reads the documents order(s, e)[r], order(s, e)[r + R], ... Then it continues with epoch e + 1.
+The permutation order(s, e) of all documents of s depends only on data.seed, the name of s and e. With
+data.shuffle=False it is the identity. A stream skips bad records with data.on_bad_record="skip". It tokenizes each
+document, cut every data.max_document_chars characters. It packs the tokens into rows of data.seq_len by data.packing,
+under `documents` data.window_documents at a time (see packing). The mixture chooses a source from k and the tokens
+emitted into row r before (see mixture). Row r of batch k is the next row of stream r of that source. So batch k is a
+pure function of (manifests, tokenizer, these settings, k). It does not depend on which process computes which rows.
 
-The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
-r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
-loader stacks those of its rows.
+The position of row r is int64[1 + 6 S]. It has the number of batches so far. For each source it has the position of
+stream r, the tokens emitted into this row, and the tokens owed. Resuming needs no more. A loader stacks its rows'.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Source:
     """The documents of one source.
 
     Attributes:
-      name: "all" when data.train gives none.
-      documents: of text, or of token ids with EOS.
+      name: the name in data.train, "all" without one.
+      documents: the documents of text, or of token ids with EOS.
       order: the permutation of each epoch, or None without shuffling.
-      notes: what a user must know about the documents, such as ignored files; "" for nothing.
+      notes: notes for the user about the documents, such as ignored files, or "".
     """
 
     name: str
@@ -65,14 +64,14 @@ class Source:
     notes: str
 
     def number(self, epoch: int, entry: int) -> int:
-        """Returns which document is entry `entry` of an epoch."""
+        """Returns the number of the document at entry `entry` of an epoch."""
         return entry if self.order is None else self.order.number(epoch, entry)
 
 
 def open_sources(
     data: DataConfig, *, key: str, encode: Encoder, index_folder: pathlib.Path | None = None
 ) -> list[Source]:
-    """Opens the sources of `data.train` or `data.validation`; `key` is one of these two.
+    """Opens the sources of `key`, which is `data.train` or `data.validation`.
 
     If data.validation is a share, it is held out of each source of data.train. Plain-text files of data.train are cut
     into documents at paragraphs if there are otherwise too few documents for the rows of a batch.
@@ -134,7 +133,7 @@ def _check_first_records(corpus: sources.Corpus, encode: Encoder, *, is_bad_skip
 def open_documents(
     spec: str, data: DataConfig, *, key: str, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None
 ) -> sources.Corpus:
-    """Returns sources.open_corpus of one source, `key` beginning with the key of the config that names it.
+    """Returns sources.open_corpus of one source. `key` begins with the key of the config that names the source.
 
     Plain-text files of data.train are cut into documents at paragraphs if there would be too few documents.
     """
@@ -157,7 +156,7 @@ def _check_enough(corpus: sources.Corpus, data: DataConfig, *, key: str) -> None
     files = " and ".join(entry["name"] for entry in corpus.manifest["files"][:3])
     raise ValueError(
         f"{key} ({files}) holds {count_text(num_left + corpus.num_held_out, 'document')}, fewer than "
-        f"{data.batch_size=}{held_out}; each row of a batch reads documents of its own. Give more text, with blank "
+        f"{data.batch_size=}{held_out}, and each row of a batch reads other documents. Give more text, with blank "
         f"lines or line ends between the paragraphs of plain text{fewer}."
     )
 
@@ -169,13 +168,13 @@ def _check_stored(manifest: dict[str, Any], data: DataConfig, *, key: str) -> No
         for name, value in built_with.items():
             if value not in (None, getattr(data, name)):
                 raise ValueError(
-                    f"{key}: the token ids in {entry['name']} were built with another --{name}; set "
+                    f"{key}: the token ids in {entry['name']} were built with another --{name}. Set "
                     f"data.{name}={value} (it is {getattr(data, name)}), or build them again."
                 )
 
 
 def joint_manifest(opened: list[Source]) -> dict[str, Any]:
-    """Returns one manifest for all sources: `files`, `sources` and a joint `hash`; an unnamed source's as it is."""
+    """Returns one manifest for all sources with `files`, `sources` and a joint `hash`, or an unnamed source's own."""
     if [source.name for source in opened] == [UNNAMED]:
         return opened[0].documents.manifest
     fields = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
@@ -191,10 +190,9 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
 
 
 def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
-    """Returns 32 hex digits that two runs share if and only if their first `num_batches` batches are the same, and the
-    later ones are too, except for data.mixture.
+    """Returns 32 hex digits that two runs share if and only if their batches are the same.
 
-    `data` is a DataConfig as a dict, `manifest` that of a Definition.
+    After `num_batches` batches data.mixture may differ. `data` is a DataConfig as a dict, `manifest` a Definition's.
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
@@ -205,11 +203,11 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
 
 
 class Encoder:
-    """Makes the tokens of documents: of a text in pieces, of answers with a mask, of stored ids as they are.
+    """Makes the tokens of documents, from text in pieces, from answers with a mask, or unchanged from stored ids.
 
     Attributes:
       tokenizer: the tokenizer of the texts.
-      answers: makes the tokens of `records.Answered`, and identifies their chat template.
+      answers: the maker of the tokens of `records.Answered`, which identifies their chat template.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
@@ -228,7 +226,7 @@ class Definition:
     """The opened sources of training, and the tokens of every row of every batch.
 
     Attributes:
-      manifest: see joint_manifest; with `order`, the hash of the permutation algorithm, None without shuffling.
+      manifest: the joint_manifest with `order`, the hash of the permutation algorithm, None without shuffling.
     """
 
     def __init__(
@@ -259,13 +257,13 @@ class Definition:
         )
 
     def position(self, position: np.ndarray | None, *, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 6 S], a copy of a position; without one, that before the first batch."""
+        """Returns int64[num_rows, 1 + 6 S], a copy of a position, by default the position before the first batch."""
         if position is not None:
             return np.array(position, np.int64)
         return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
-        """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
+        """Returns the stream of row `row` of every batch, from a position int64[1 + 6 S]."""
         numbers = range(len(self.sources))
         streams = [self._stream(row, source, position=position[_fields(source)]) for source in numbers]
         return RowStream(row, mixture=self.mixture, streams=streams, position=position)
@@ -299,7 +297,7 @@ class Definition:
 
 
 def packing_stream(data: DataConfig, tokenizer: Tokenizer, read: packing.Read, **options: Any) -> packing.Stream:
-    """Returns the stream of `data.packing`; padding is EOS, which every vocabulary has."""
+    """Returns the stream of `data.packing`. Padding is EOS, which every vocabulary has."""
     if data.packing == "concat":
         return packing.ConcatStream(read, seq_len=data.seq_len, **options)
     windows = {"window_documents": data.window_documents, "pad_id": tokenizer.eos_id}
@@ -337,5 +335,5 @@ def _fields(source: int) -> slice:
 
 
 def skipped_records(position: np.ndarray) -> int:
-    """Returns the bad records skipped before a position [..., 1 + 6 S], over all its rows and sources."""
+    """Returns the number of bad records skipped before a position [..., 1 + 6 S], over all its rows and sources."""
     return int(position[..., _SKIPPED].sum())

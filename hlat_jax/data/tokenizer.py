@@ -1,4 +1,4 @@
-"""Tokenizers: a SentencePiece model or a Hugging Face tokenizer.json. Adds no BOS or EOS; packing does."""
+"""Tokenizers from a SentencePiece model or a Hugging Face tokenizer.json. They add no BOS or EOS, as packing does."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from hlat_jax.resolve import export_problem, resolve
 
 
 class Tokenizer:
-    """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe; encoding releases the GIL.
+    """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe. Encoding releases the GIL.
 
-    A path that ends in .json is a tokenizer.json, which needs the `hf` extra; any other is a SentencePiece model.
+    A path that ends in .json is a tokenizer.json, which needs the `hf` extra. Any other is a SentencePiece model.
 
     Attributes:
-      eos_id, bos_id: tokens that end and begin a text; bos_id is -1 if there is none.
-      unk_id: the token of characters that no other token holds; -1: there is none, as bytes have tokens.
+      eos_id, bos_id: the tokens that end and begin a text. bos_id is -1 without such a token.
+      unk_id: the token for characters that no other token holds, or -1 if bytes have tokens.
       model_vocab_size: the argument `vocab_size`.
 
     Args:
-      vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
-      stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
-      key: what was given, for errors.
+      path: the path of the tokenizer.
+      vocab_size: the vocabulary of the model, which may exceed the number of tokens. None is not checked.
+      stop_ids: the tokens besides EOS that end a generated text, from the files of an imported model.
+      key: the config key or flag that gives the path, for errors.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Tokenizer:
         key: str = "data.tokenizer",
     ):
         if not path:
-            raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
+            raise ValueError("data.tokenizer is empty. Give a SentencePiece .model file or 'package:austen_2k.model'.")
         self.path = tokenizer_file(path, key=key)
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
@@ -55,11 +56,11 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(serialized).hexdigest()
         self.eos_id, self.bos_id, self.unk_id = self._model.eos_id, self._model.bos_id, self._model.unk_id
         if self.eos_id < 0:
-            how = "put its tokenizer_config.json beside it" if self.is_json else "train it with eos_id=2"
-            raise ValueError(f"{key}={path} has no EOS, which ends every document; {how}.")
+            how = "Put its tokenizer_config.json next to it" if self.is_json else "Train it with eos_id=2"
+            raise ValueError(f"{key}={path} has no EOS, which ends every document. {how}.")
         if vocab_size is not None and vocab_size < self.vocab_size:
             raise ValueError(
-                f"{key}={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}; set "
+                f"{key}={path} has {self.vocab_size} tokens but model.vocab_size={vocab_size}. Set "
                 f"model.vocab_size={self.vocab_size} or more, or use a tokenizer of at most {vocab_size} tokens."
             )
         self.stop_ids = tuple(dict.fromkeys((self.eos_id, *stop_ids)))
@@ -80,15 +81,15 @@ class Tokenizer:
         return [int(token) for token in np.asarray(ids) if token < self.vocab_size]
 
     def require_bos(self, wanted: bool, *, key: str) -> None:
-        """Raises ValueError if BOS is `wanted`, by the setting that `key` names, and there is none."""
+        """Raises ValueError if the setting `key` asks for BOS (`wanted`) and the tokenizer has none."""
         if wanted and self.bos_id < 0:
-            raise ValueError(f"{key}: the tokenizer {self.path} has no BOS token; leave it out.")
+            raise ValueError(f"{key}: the tokenizer {self.path} has no BOS token. Leave {key} out.")
 
     def encode_with_control_tokens(self, text: str) -> np.ndarray:
         """Returns int32[n] token ids of a text in which control tokens are written out, as in '<s>It is'.
 
-        They are those that transformers would take: of a tokenizer.json, which may lie beside a tokenizer.model with
-        the same tokens, or else of the SentencePiece model.
+        The control tokens are the same as in transformers. They come from a tokenizer.json, which may lie next to a
+        tokenizer.model with the same tokens, or else from the SentencePiece model.
         """
         return np.asarray(self._model_of_control_tokens.encode_with_control_tokens(text), np.int32)
 
@@ -103,7 +104,7 @@ class Tokenizer:
 
     @property
     def control_tokens_sha256(self) -> str:
-        """The checksum of the file of which `encode_with_control_tokens` takes the tokens."""
+        """The checksum of the file with the control tokens of `encode_with_control_tokens`."""
         if self._model_of_control_tokens is self._model:
             return self.sha256
         return hashlib.sha256(self.path.with_name("tokenizer.json").read_bytes()).hexdigest()
@@ -131,20 +132,20 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """int32[V]: UTF-8 bytes of the piece of each token.
+        """The number of UTF-8 bytes of the piece of each token, int32[V].
 
         '▁' counts as one space, a byte-fallback piece as one byte, a control or unknown token as none. For the bytes of
-        a text see `bytes_of`: a model may have unknown characters, normalize, or add a space before each text.
+        a text use `bytes_of`, as a model may have unknown characters, normalize, or add a space before each text.
         """
         num_bytes = self._model.token_bytes()
         num_bytes.flags.writeable = False  # cached and shared
         return num_bytes
 
     def bytes_of(self, ids: np.ndarray, num_bytes: int) -> np.ndarray:
-        """Returns float64[n]: how many of the `num_bytes` bytes of a text each of its tokens stands for.
+        """Returns the number of bytes that each token of a text of `num_bytes` bytes stands for, float64[n].
 
-        Unknown tokens share what the other pieces leave. Without them, or if nothing is left, the pieces share the text
-        in proportion to their lengths, which they have exactly if the tokenizer is lossless.
+        Unknown tokens share the bytes that the other pieces leave. If there are none, or no byte is left, the pieces
+        share the text in proportion to their lengths. A lossless tokenizer then gives exactly these lengths.
         """
         each = self.token_bytes[ids].astype(np.float64)
         unknown = ids == self.unk_id
@@ -159,10 +160,10 @@ class Tokenizer:
 
 
 def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:
-    """Returns the resolved config of a ConfigDict; a model.vocab_size of 0 becomes that of data.tokenizer.
+    """Returns the resolved config of a ConfigDict. A model.vocab_size of 0 becomes data.tokenizer's.
 
-    `workdir` is the run folder; where the file of data.tokenizer is gone since that run opened it, the key becomes the
-    path of the copy that the folder keeps. None: there is none.
+    The run folder `workdir` keeps a copy of the tokenizer. If the file of data.tokenizer is gone since the run opened
+    it, the key becomes the path of that copy.
     """
     if workdir is not None:
         mutable.data.tokenizer = resolve_tokenizer_path(mutable.data.tokenizer, workdir)
@@ -183,7 +184,7 @@ class _SentencePiece:
             self.vocab_size = 0
         if self.vocab_size == 0:
             raise ValueError(
-                f"{path} is not a SentencePiece model ({len(serialized)} bytes); the name of a Hugging "
+                f"{path} is not a SentencePiece model ({len(serialized)} bytes). The name of a Hugging "
                 "Face tokenizer.json must end in .json."
             )
         self.encode, self.decode = self._processor.encode, self._processor.decode
@@ -194,7 +195,7 @@ class _SentencePiece:
         self.unk_id = -1 if has_bytes else self._processor.unk_id()
 
     def encode_with_control_tokens(self, text: str) -> list[int]:
-        """Returns the ids of a text in which control tokens are written out; see Tokenizer."""
+        """Returns the ids of a text in which control tokens are written out, see Tokenizer."""
         ids = []
         for index, part in enumerate(self._control_pattern.split(text) if self._control_ids else [text]):
             if index % 2:
@@ -226,7 +227,7 @@ class _SentencePiece:
         return "".join(self._processor.encode_as_pieces("a")).startswith("▁")
 
     def special(self, name: str) -> str:
-        """Returns the text of `bos`, `eos` or `unk`; "" if the model has none."""
+        """Returns the text of `bos`, `eos` or `unk`, or "" if the model has none."""
         token = getattr(self._processor, f"{name}_id")()
         return self.token(token) if token >= 0 else ""
 

@@ -17,7 +17,7 @@ EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_con
 
 
 class JsonModel:
-    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text."""
+    """A tokenizer.json with the interface of _SentencePiece, which adds no special tokens and parses none in a text."""
 
     def __init__(self, path: pathlib.Path, serialized: bytes):
         missing = f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'."
@@ -43,7 +43,7 @@ class JsonModel:
         return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_with_control_tokens(self, text: str) -> list[int]:
-        """Returns the ids of a text in which control tokens are written out; see tokenizer.Tokenizer."""
+        """Returns the ids of a text in which control tokens are written out, see tokenizer.Tokenizer."""
         return self._control_token_model.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
@@ -60,7 +60,7 @@ class JsonModel:
         return self._model.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray:
-        """Returns int32[V]: bytes of text of each token, see `tokenizer.Tokenizer.token_bytes`."""
+        """Returns the bytes of text of each token, int32[V], see `tokenizer.Tokenizer.token_bytes`."""
         kinds = _kinds(self._content.get("decoder"))
         byte_level = "ByteLevel" in kinds
         added = {token["id"]: token for token in self._content.get("added_tokens", [])}

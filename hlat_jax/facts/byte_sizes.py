@@ -21,20 +21,20 @@ _LEAST = 4096  # a smaller bare number is more likely in another unit
 
 
 def parse_bytes(size: int | str, *, name: str) -> int:
-    """Returns the bytes of a size in one of `FORMS`; `name` is that of the setting, for the error.
+    """Returns the bytes of a size in one of `FORMS`. `name` is the setting, for the error.
 
     Raises:
-      ValueError: a number without a unit, an unknown unit, or a size that is not positive.
+      ValueError: the size has no unit or an unknown unit, or is not positive.
     """
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= _LEAST:  # NumPy's too
         return int(size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
     if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
-        raise ValueError(f"{name}={size!r} is not a size in bytes: give {FORMS}.")
+        raise ValueError(f"{name}={size!r} is not a size in bytes. Give {FORMS}.")
     return int(float(match[1]) * UNITS[match[2]])
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns bytes in the largest unit that fits: `1.25 GiB`."""
+    """Returns bytes in the largest unit that fits, such as `1.25 GiB`."""
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if num_bytes >= UNITS[unit]), "B")
     return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes / UNITS[unit]:,.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Chips by the names that others give them, and those that NKI is documented for."""
+"""Chips by the names in other software, and the chips that NKI documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCUMENTED = ("trn2", "trn3")
 
 
 def chip_of(device: str) -> str:
-    """Returns the chip of a device_kind of JAX, an instance type or a target, such as "trn2"; "" where it is none."""
+    """Returns the chip of a device_kind of JAX, an instance type or a target, such as "trn2", or "" without one."""
     match = re.match(r"trn(\d+)|nc_v(\d+)", device.lower())
     if match is None:
         return ""

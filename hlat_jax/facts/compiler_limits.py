@@ -1,4 +1,4 @@
-"""How many instructions neuronx-cc takes in a program and an operation, and what makes them fewer."""
+"""Limits of neuronx-cc on the instructions of a program and an operation, and advice to stay below them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def operation_limit(target: str) -> int:
 
 
 def program_advice(names: Iterable[str]) -> str:
-    """Returns what makes programs of these names smaller; `train` has all microbatches, of train.accumulate=scan."""
+    """Returns advice to make programs of these names smaller. `train` has all microbatches (train.accumulate=scan)."""
     return f"{PROGRAMS_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
 
 
 def round_estimate(count: int) -> str:
-    """Returns a number with its first two digits, all that an estimate has."""
+    """Returns a number rounded to two digits, the precision of an estimate."""
     step = 10 ** max(0, len(str(count)) - 2)
     return f"{round(count / step) * step:,}"

@@ -1,7 +1,7 @@
-"""Which groups of cores Neuron's collectives support inside a server, and in which order.
+"""The groups of cores that Neuron's collectives support inside a server, and their order.
 
-One table, for the layout of a run, the search over layouts, the lint and `--cores`. We ran nothing on a device. What
-others measured wins over documents; where pages contradict each other, the group is disputed.
+One table for the layout of a run, the search over layouts, the lint and `--cores`. We ran nothing on a device.
+Measurements of others win over documents. If pages contradict each other, the group is disputed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Rules:
     """Groups of JAX devices inside one server of a kind.
 
     Attributes:
-      server: number of devices of the largest server of this kind.
-      sizes: sizes of groups of consecutive devices that pages list without contradiction.
-      orders: size -> all groups of that size, for sizes that work only in an order of their own.
-      seen: sizes of groups of consecutive devices that others ran with right sums, and no page lists.
-      seen_worlds: numbers of first devices that others ran alone, all in one group.
-      strides: (size, stride) of other groups that a page has.
-      no_strided_all_to_all: what was seen of an all-to-all in a group of every n-th device.
-      disputed: size -> what pages say.
-      refused: size -> why, for sizes that a page excludes.
+      server: the number of devices of the largest server of this kind.
+      sizes: the sizes of groups of consecutive devices that pages list without contradiction.
+      orders: size -> all groups of that size, for sizes that work only in a special order.
+      seen: the sizes of groups of consecutive devices that others ran with right sums, and no page lists.
+      seen_worlds: the numbers of first devices that others ran without the rest, all in one group.
+      strides: the (size, stride) of other groups that a page has.
+      no_strided_all_to_all: the known fault of an all-to-all in a group of every n-th device.
+      disputed: size -> the statements of pages.
+      refused: size -> the reason, for sizes that a page excludes.
     """
 
     server: int
@@ -49,7 +49,7 @@ class Rules:
 
     @property
     def sizes_with_group(self) -> list[int]:
-        """The sizes for which there is a group."""
+        """The sizes with a group."""
         return sorted({*self.sizes, *self.seen, *self.orders, *self.disputed})
 
 
@@ -96,11 +96,11 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The devices of each server that a run uses: the first ones of a kind.
+    """The devices of each server that a run uses, the first devices of a kind.
 
     Attributes:
       kind: a key of RULES.
-      size: number of devices; at most those of the largest server.
+      size: the number of devices, at most as many as the largest server has.
     """
 
     kind: str
@@ -112,12 +112,12 @@ class Server:
 
 
 def server_for(kind: str, num_devices: int) -> Server:
-    """Returns the servers of a run over so many devices of a kind."""
+    """Returns the servers of a run over `num_devices` devices of a kind."""
     return Server(kind, min(num_devices, RULES[kind].server))
 
 
 def server_of(devices: Sequence[object]) -> Server | None:
-    """Returns the servers of JAX's Neuron devices by kind and process, or None for others and for unknown kinds."""
+    """Returns the servers of JAX's Neuron devices by kind and process, or None for other devices."""
     first = devices[0]
     kind = hardware.NEURON_KINDS.get(first.device_kind.lower())
     if first.platform != "neuron" or kind is None:
@@ -127,7 +127,7 @@ def server_of(devices: Sequence[object]) -> Server | None:
 
 
 def server_of_node(node: hardware.Instance, *, num_devices: int) -> Server | None:
-    """Returns the servers of a node in a run of so many devices, or None where it has other devices than Neuron's."""
+    """Returns the servers of a node in a run over `num_devices` devices, or None if they are not Neuron's."""
     kind = node.device_key()
     return Server(kind, min(num_devices, node.num_devices())) if kind in RULES else None
 
@@ -138,9 +138,9 @@ def verdict_of_first(count: int, *, kind: str) -> tuple[str, str]:
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:
-    """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
+    """Returns the device at each place of a server, for a degree that needs a special order.
 
-    Places are numbered with `tensor` innermost. For other degrees, whose devices have the numbers of the places, None.
+    Places are numbered with `tensor` innermost. Returns None for other degrees, as device n is then at place n.
     """
     groups = server.rules.orders.get(tensor) if server else None
     if groups is None or server.size != server.rules.server:
@@ -149,7 +149,7 @@ def order(server: Server | None, tensor: int) -> list[int] | None:
 
 
 def verdict(groups: np.ndarray, server: Server, *, all_to_all: bool = False) -> tuple[str, str]:
-    """Returns (FINE, DISPUTED or REFUSED; why) for the groups [n, size] of one collective, the worst of them.
+    """Returns the worst of FINE, DISPUTED and REFUSED, and the reason, for the groups [n, size] of one collective.
 
     Devices are numbered over all servers. Each server's part of a group is judged, and has to be the same in all.
     `all_to_all` names the kind of the collective.

@@ -1,4 +1,4 @@
-"""Devices, instances and the nodes that a run is planned for: memory, rates and links."""
+"""Memory, rates and links of devices, instances and nodes, for plans of runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Device:
     """One JAX device.
 
     Attributes:
-      peak_flops: FLOP/s of dense products in bf16.
-      reserved_bytes: part of the memory that programs cannot use.
+      peak_flops: the FLOP/s of dense products in bf16.
+      reserved_bytes: the part of the memory that programs cannot use.
     """
 
     peak_flops: float
@@ -51,15 +51,15 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """A type of node: an EC2 instance type with Neuron devices, or a machine with another device.
+    """A type of node, which is an EC2 instance type with Neuron devices, or a machine with another device.
 
     Attributes:
-      target: neuronx-cc's name of its device; of another, the key in DEVICES.
-      chips: number of chips, `/dev/neuron*`.
-      lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
-      chip_link: bandwidth from one chip to the others of the instance, bytes/s.
-      network: bandwidth from one instance to the others, bytes/s, 0 without a network or where it is unknown.
-      host_bytes: memory of the host, 0 where it is unknown.
+      target: neuronx-cc's name of its device, or the key in DEVICES of another device.
+      chips: the number of chips, `/dev/neuron*`.
+      lncs: the numbers of physical cores that one JAX device may consist of (LNC), the default first.
+      chip_link: the bandwidth from one chip to the others of the instance, bytes/s.
+      network: the bandwidth from one instance to the others, bytes/s, 0 without a network or if it is unknown.
+      host_bytes: the memory of the host, 0 if it is unknown.
       platform: JAX's name of the platform, by which kernels are chosen.
     """
 
@@ -75,24 +75,24 @@ class Instance:
 
     @property
     def device(self) -> Device:
-        """A device at the default LNC; one without a row in DEVICES has an unknown speed and the host's memory."""
+        """A device at the default LNC. Without a row in DEVICES it has an unknown speed and the host's memory."""
         return DEVICES.get(self.device_key()) or Device(0.0, self.host_bytes, 0.0)
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bandwidth from one device, at the default LNC, to the others of its node, 0 without links."""
+        """The bandwidth from one device, at the default LNC, to the others of its node, 0 without links."""
         return self.chip_link / self.devices_per_chip()
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
-        """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
+        """Returns the number of JAX devices of one chip, at the default LNC if `lnc` is 0."""
         return self.physical_cores // (lnc or self.lncs[0])
 
     def num_devices(self, *, lnc: int = 0) -> int:
-        """Returns the number of JAX devices of the instance, at the default LNC where `lnc` is 0."""
+        """Returns the number of JAX devices of the instance, at the default LNC if `lnc` is 0."""
         return self.chips * self.devices_per_chip(lnc=lnc)
 
     def device_key(self, *, lnc: int = 0) -> str:
-        """Returns the key of its devices in DEVICES, at the default LNC where `lnc` is 0."""
+        """Returns the key of its devices in DEVICES, at the default LNC if `lnc` is 0."""
         chip = self.target.removesuffix("n")
         key = f"{chip}-lnc{lnc or self.lncs[0]}"
         return key if key in DEVICES else chip
@@ -119,10 +119,10 @@ NODES = INSTANCES | {
 
 
 def node(name: str) -> Instance:
-    """Returns an entry of `NODES`; for `cpu`, this machine as one device of unknown speed (peak 0).
+    """Returns an entry of `NODES`, or for `cpu` this machine as one device of unknown speed (peak 0).
 
     Raises:
-      ValueError: an unknown node.
+      ValueError: the node is unknown.
     """
     if name == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -138,7 +138,7 @@ NEURON_KINDS = {"nc_v2": "trn1", "nc_v3": "trn2-lnc1", "nc_v3d": "trn2"}
 
 
 def device(kind: str) -> Device | None:
-    """Returns the table row for JAX's `device_kind`, or None when the table has no such device."""
+    """Returns the table row for JAX's `device_kind`, or None if the table has no such device."""
     kind = kind.lower()
     if kind in NEURON_KINDS:
         return DEVICES[NEURON_KINDS[kind]]

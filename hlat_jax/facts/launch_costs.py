@@ -1,4 +1,4 @@
-"""Fixed costs of one launch of a program on Neuron devices, as others have measured them; not by us."""
+"""Fixed costs of one launch of a program on Neuron devices, as measured by others, not by us."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MOST_ARRAYS = 128
 
 
 def collective_launch_ms(device_key: str, num_ranks: int) -> float | None:
-    """Returns the ms of a launch that holds a collective over so many ranks; None for a device without measurements.
+    """Returns the ms of a launch with a collective over `num_ranks` ranks, or None for a device without measurements.
 
-    Of numbers between two measured ones it is the higher cost; above the highest it is a lower bound.
+    Between two measured numbers of ranks it is the higher cost. Above the highest number it is a lower bound.
     """
     measured = COLLECTIVE_LAUNCH_MS.get(device_key)
     if measured is None:

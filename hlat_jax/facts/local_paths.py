@@ -1,4 +1,4 @@
-"""Paths on this machine, as users give them: file:///a is the path /a, and any other URL is refused.
+"""Reads paths on this machine, as users give them. file:///a is the path /a, and any other URL is refused.
 
 `pathlib` would fold s3://bucket/run to s3:/bucket/run, a folder of the working directory.
 """
@@ -44,7 +44,7 @@ def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") ->
 
 
 def local_path(path: str | os.PathLike, *, key: str = "", use: str = "read") -> pathlib.Path:
-    """Returns a path without `file://`, with `~` expanded; arguments and errors as `check_local`."""
+    """Returns a path without `file://`, with `~` expanded. Arguments and errors are the same as for `check_local`."""
     return pathlib.Path(os.path.expanduser(check_local(path, key=key, use=use)))
 
 

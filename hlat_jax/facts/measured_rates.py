@@ -1,4 +1,4 @@
-"""Rates and reserved memory that others have measured on Trainium in 2026. None is ours; no program there was JAX."""
+"""Rates and reserved memory that others measured on Trainium in 2026, not with JAX. We measured nothing."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ RING_BYTES = round(0.325 * 2**30)
 
 
 def attention_shares(seq_len: int) -> tuple[int, float, float]:
-    """Returns (length, share with XLA's attention, share with a kernel) of the longest measured row up to a length."""
+    """Returns (length, share with XLA's attention, share with a kernel) of the longest measured row up to `seq_len`."""
     length = max(length for length in XLA_ATTENTION_SHARES if length <= max(seq_len, min(XLA_ATTENTION_SHARES)))
     return length, XLA_ATTENTION_SHARES[length], KERNEL_ATTENTION_SHARES[length]

@@ -1,4 +1,4 @@
-"""The nearest valid name for one that there is not."""
+"""Finds the nearest valid name for a name that does not exist."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def nearest(word: str, candidates: Any) -> str:
-    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close.
+    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all if none is close.
 
-    One that has the word between its underscores, as peak_lr has lr, is close too.
+    A candidate with the word between its underscores, as lr in peak_lr, is close too.
     """
     candidates = list(candidates)
     close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6) or names_with_part(word, candidates)

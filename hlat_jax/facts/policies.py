@@ -1,4 +1,4 @@
-"""Precision policies by name: the one table of their dtypes, without JAX, from which `precision.POLICIES` is made."""
+"""Precision policies by name, the one table of their dtypes without JAX, from which `precision.POLICIES` is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class PolicyFacts:
-    """A precision policy; the attributes are those of `precision.Policy`, with dtypes by name."""
+    """A precision policy with the attributes of `precision.Policy`, and dtypes by name."""
 
     param: str
     compute: str
@@ -21,12 +21,12 @@ class PolicyFacts:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of one moment of a parameter."""
+        """The bytes of one moment of a parameter."""
         return _BYTES[self.moment]
 
     @property
     def state_bytes_per_param(self) -> int:
-        """Bytes of a parameter, two moments, and the master weight if the policy keeps one."""
+        """The bytes of a parameter, two moments, and the master weight if the policy keeps one."""
         return _BYTES[self.param] + 2 * self.moment_bytes + _BYTES.get(self.master or "", 0)
 
 

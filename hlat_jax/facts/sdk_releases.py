@@ -1,8 +1,8 @@
-"""Releases of the AWS Neuron SDK: the packages of each.
+"""The packages of each release of the AWS Neuron SDK.
 
-The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`, docs/trainium.md and
-launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
-release-notes/releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax; issues of aws-neuron-sdk.
+This is the one table of Neuron's versions. The doctor reads it, and tests compare `pyproject.toml`, docs/trainium.md
+and launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version (release-notes/
+releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax), and issues of aws-neuron-sdk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Release:
     Attributes:
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
-      avoid: why not to train with it; "" for a sound release.
+      avoid: the reason not to train with it, or "" for a sound release.
     """
 
     version: str
@@ -91,7 +91,7 @@ RECOMMENDED = RELEASES[-1]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Returns (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, `2.35.30.0+1a2b3c` and the like; () if no number leads it."""
+    """Returns the leading numbers of a version, (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, or () without any."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -99,7 +99,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (lowest, first too high) version of a package of a release, as `numbers`.
 
-    A build between two rows counts as one of the older row: AWS rebuilds packages within a release.
+    A build between two rows belongs to the older row, as AWS rebuilds packages within a release.
     """
     low = numbers(release.packages[package])
     later = [numbers(other.packages[package]) for other in RELEASES]
@@ -107,7 +107,7 @@ def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def releases_of(package: str, version: str) -> tuple[str, ...]:
-    """Returns the releases that a version of a package belongs to; () if none."""
+    """Returns the releases that a version of a package belongs to, or ()."""
     have = numbers(version)
     return tuple(
         release.version for release in RELEASES if (low_high := bounds(package, release))[0] <= have < low_high[1]

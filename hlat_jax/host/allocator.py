@@ -1,4 +1,4 @@
-"""How the allocator of this process treats memory that XLA's programs on CPUs free after every step."""
+"""Keeps the memory that XLA's programs on CPUs free after every step in this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _YOURS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed blocks of 32 to 64 MiB, and now return what else is free.
+    """Makes glibc reuse freed blocks of 32 to 64 MiB, and returns other free memory to the system once.
 
-    XLA allocates the temporaries of a program whenever it runs. glibc maps a block of more than 32 MiB anew each time,
-    and the kernel zeroes each page that is written: a tenth of the time of a step of `tiny`, which needs 45 MiB. A
-    thread's block that does not fit one heap of 64 MiB beside its other data is mapped in any case. Freed memory below
-    a block in use stays resident: a run of `tiny` has 2 to 15 % more.
+    XLA allocates the temporaries of a program whenever it runs. Each time, glibc maps a block of more than 32 MiB, and
+    the kernel zeroes each page that is written. This takes a tenth of a step of `tiny`, which needs 45 MiB. A
+    thread's block that does not fit one heap of 64 MiB with its other data is mapped in any case. Freed memory below a
+    block in use stays resident, so a run of `tiny` has 2 to 15 % more.
 
-    Does nothing without glibc, or where the environment sets MALLOC_MMAP_MAX_, MALLOC_MMAP_THRESHOLD_,
+    Does nothing without glibc, or if the environment sets MALLOC_MMAP_MAX_, MALLOC_MMAP_THRESHOLD_,
     MALLOC_TRIM_THRESHOLD_ or any tunable of glibc.malloc.
     """
     libc = ctypes.CDLL(None)

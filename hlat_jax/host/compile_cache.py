@@ -1,4 +1,4 @@
-"""The folder in which JAX keeps compiled programs for the next start of a run; no JAX, which reads it when imported."""
+"""Chooses the folder in which JAX keeps compiled programs for the next start, before JAX is imported and reads it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ACCELERATORS = ("neuron0", "nvidiactl", "kfd", "accel0")  # device files of Tra
 def use_default_folder(environ: MutableMapping[str, str]) -> None:
     """Sets the variables of JAX's compilation cache to a folder of this user, bounded in size.
 
-    Changes nothing where a variable names a folder or turns the cache off, or where the folder cannot be written.
+    Changes nothing if a variable names a folder or turns the cache off, or if the folder cannot be written.
     """
     if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in _OFF:
         return
@@ -60,9 +60,9 @@ def use_default_folder(environ: MutableMapping[str, str]) -> None:
 
 
 def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.Path = pathlib.Path("/dev")) -> None:
-    """Makes XLA log no errors of C++ if a variable names a folder of compiled programs and they are for the CPU.
+    """Makes XLA log no C++ errors if a variable names a folder of compiled programs and they are for the CPU.
 
-    For each program that it reads, XLA logs two of its own tuning hints as errors, with 2 kB of the CPU's features.
+    For each program that it reads, XLA logs two of its tuning hints as errors, with 2 kB of the CPU's features.
     """
     platforms = environ.get("JAX_PLATFORMS", "")
     is_cpu = platforms == "cpu" or not (platforms or any((devices / name).exists() for name in _ACCELERATORS))
@@ -71,7 +71,7 @@ def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.
 
 
 def leave_out_faulty(environ: MutableMapping[str, str], *, driver: str = "") -> str:
-    """Removes the variable of JAX's cache if the cache does not work on this machine; returns a line that says so.
+    """Removes the variable of JAX's cache if the cache does not work on this machine, and returns a line about it.
 
     The fault is kept in the folder for the next start with the same packages and the same version of the `driver`.
     """
@@ -102,13 +102,13 @@ def leave_out_faulty(environ: MutableMapping[str, str], *, driver: str = "") -> 
 
 
 def fault_of_cache(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> str:
-    """Returns how JAX's cache fails, or "": one process writes a small program, a second one reads it.
+    """Returns how JAX's cache fails, or "". One process writes a small program, and a second process reads it.
 
     On jax 0.9.2 with SDK 2.31 each start with it crashed (`RET_CHECK ... has_host_program_shape`), and on jax 0.6.2
     none. Source: xbill9/tpu-jax-inf2, 2 August 2026, inf2.
 
     Raises:
-      RuntimeError: the program fails without the cache too.
+      RuntimeError: the program fails also without the cache.
     """
     plain = {name: value for name, value in environ.items() if name not in (*_NOT_IN_TRIAL, FOLDER)}
     if not plain.get("NEURON_RT_VISIBLE_CORES"):
@@ -135,7 +135,7 @@ def _run_trial(use: str, environ: Mapping[str, str], timeout_s: float) -> str:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Returns name -> version of the packages that are installed; `python` stands for the interpreter."""
+    """Returns name -> version of the installed packages. `python` stands for the interpreter."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -144,7 +144,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def describe(folder: str | None, *, platform: str) -> str:
-    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
+    """Returns the text that a start prints about the folder of JAX's compilation cache, if there is one."""
     if not folder and platform == "neuron" and (compilers := os.environ.get("NEURON_COMPILE_CACHE_URL")):
         return f"neuronx-cc's alone, {compilers}"
     if not folder:  # a CPU compiles in seconds

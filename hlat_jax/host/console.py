@@ -1,4 +1,4 @@
-"""Lines with a label in front of a text, all texts in one column: how a run and the commands describe themselves."""
+"""Prints lines with a label in front of a text, with all texts in one column."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _LABEL_CHARS = 16
 
 
 def labelled(label: str, text: object) -> str:
-    """Returns the label and the text in their columns; further lines of a text are indented."""
+    """Returns the label and the text in their columns. Further lines of a text are indented."""
     return f"{label:<{_LABEL_CHARS}} {text}".replace("\n", "\n" + " " * (_LABEL_CHARS + 1))
 
 

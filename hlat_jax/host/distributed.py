@@ -1,4 +1,4 @@
-"""Multi-process training: joining the job, exchanging text between hosts, and ending all processes when one fails.
+"""Joins the processes of a job, exchanges text between their hosts, and ends all processes if one fails.
 
 One process per node. Messages go from host to host through JAX's coordination service, which process 0 runs. No device
 takes part, so nothing here waits for a step or delays one. Only process 0 prints.
@@ -48,13 +48,13 @@ _exchange_numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The processes that train together, and which of them this one is.
+    """The processes that train together, and the number of this process.
 
     Attributes:
       coordinator: HOST:PORT on which process 0 listens.
-      num_processes: at least 2; for one process there is no job.
-      process_id: 0 .. num_processes - 1.
-      peer_timeout_s: all processes end when one has sent no heartbeat for this long.
+      num_processes: the number of processes, at least 2. One process has no job.
+      process_id: the number of this process, 0 .. num_processes - 1.
+      peer_timeout_s: the time without a heartbeat of one process after which all end.
     """
 
     coordinator: str
@@ -72,24 +72,24 @@ def resolve_job(
     join_timeout_s: int,
     peer_timeout_s: int,
 ) -> Job | None:
-    """Returns the job that the flags of a command describe; None for one process.
+    """Returns the job that the flags of a command describe, or None for one process.
 
     Raises:
-      ValueError: only some of the three are given, or one is out of range.
+      ValueError: only some of the first three are given, or one is out of range.
     """
     given = {"--coordinator": coordinator or None, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return None
     if missing:
-        raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {', '.join(given)}, or none.")
+        raise ValueError(f"{' and '.join(missing)} missing. Several processes need all of {', '.join(given)}, or none.")
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--coordinator={coordinator} must be HOST:PORT of process 0, such as node-1:41001.")
     if num_processes < 1:
         raise ValueError(f"--num_processes={num_processes} must be at least 1.")
     if not 0 <= process_id < num_processes:
-        raise ValueError(f"--process_id={process_id} must lie in 0 .. {num_processes - 1}: --num_processes - 1.")
+        raise ValueError(f"--process_id={process_id} must lie in 0 .. {num_processes - 1} (--num_processes - 1).")
     for name, seconds, lowest in (("join", join_timeout_s, 1), ("peer", peer_timeout_s, 2)):
         if seconds < lowest:
             raise ValueError(f"--{name}_timeout_s={seconds} must be at least {lowest}.")
@@ -100,16 +100,16 @@ def resolve_job(
 
 @contextlib.contextmanager
 def join(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
-    """Joins the job for the length of the block, which must enclose every other use of JAX; does nothing without one.
+    """Joins the job for the length of the block, which must enclose every other use of JAX. Does nothing without a job.
 
-    All processes end alike. The block is left when every process has reached its end. An error in one block ends all
-    processes at once, without returning: each prints one line with the reason and exits with code 2 for a ValueError, a
-    mistake of the user, otherwise with 1. A process that sends no heartbeat for `peer_timeout_s` has the same effect,
-    and one whose `watchdog` makes no progress within its limit, with code 124.
+    All processes leave the block after every process has reached its end. An error in one block ends all processes at
+    once, without returning. Each prints a line with the reason and exits with code 2 for a ValueError, the user's
+    mistake, else with 1. No heartbeat for `peer_timeout_s`, or (code 124) no progress by `watchdog`, does the same.
 
     Args:
-      watchdog: the phases of the main thread of this process; watched if they have limits.
-      stacks: folder for the stacks of all threads of a process that is stuck.
+      job: the job, or None for a single process.
+      watchdog: the phases of the main thread of this process, which are watched if they have limits.
+      stacks: the folder for the stacks of all threads of a process that is stuck.
     """
     watchdog = watchdog or Watchdog()
     if job is None:
@@ -145,9 +145,9 @@ def is_first() -> bool:
 
 
 def exchange(message: str) -> list[str]:
-    """Returns the messages of all processes, by process: an all-gather of strings, called by all at the same points.
+    """Returns the messages of all processes, by process. All call this all-gather of strings at the same points.
 
-    It costs three short requests per process: 3 ms for two processes and 17 ms for sixteen on one busy machine.
+    It needs three short requests per process, 3 ms for two processes and 17 ms for sixteen on one busy machine.
     """
     count = jax.process_count()
     if count == 1:
@@ -163,12 +163,12 @@ def exchange(message: str) -> list[str]:
 
 
 def barrier() -> None:
-    """Returns when every process has called it."""
+    """Returns after every process has called it."""
     exchange("-")
 
 
 def barrier_of_threads(name: str, *, timeout_ms: int) -> None:
-    """Returns when every process has called it with this name: for threads other than the main one."""
+    """Returns after every process has called it with this name. For threads other than the main thread."""
     global_state.client.wait_at_barrier(f"hlat_jax/thread/{name}", timeout_ms)
 
 
@@ -260,7 +260,7 @@ class _Watch:
         self._thread.join()
 
     def end_all(self, error: BaseException) -> NoReturn:
-        """Ends this process and reports the reason to the others; see `join`."""
+        """Ends this process and reports the reason to the others, see `join`."""
         runtime, is_memory = _runtime_error(error), out_of_memory(error)
         if runtime and not runtime.startswith(_OWN_ERRORS):  # perhaps because a peer died: the watch will name it soon
             time.sleep(self._job.peer_timeout_s + 3 * self._period_s + _GRACE_S)

@@ -1,4 +1,4 @@
-"""The one module that imports private or undocumented parts of JAX."""
+"""Imports private or undocumented parts of JAX, as the only module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ except ImportError:  # JAX 0.9: a lowering rule cannot set the sharding that exp
 
 
 def pallas_gpu_attention() -> ModuleType:
-    """Returns JAX's Pallas attention module for GPUs, of which `_mha_forward` and `_mha_backward` are used.
+    """Returns JAX's Pallas attention module for GPUs, for its `_mha_forward` and `_mha_backward`.
 
     Imported on the first call, since the import takes a second.
     """
@@ -52,7 +52,7 @@ def hlo_module(lowered: Any) -> bytes:
 
 
 def compile_for_local_devices(lowered: Any, num_partitions: int) -> None:
-    """Compiles a lowered program on this process's devices, whatever the platform that it was lowered for."""
+    """Compiles a lowered program on this process's devices, even if it was lowered for another platform."""
     module = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
     devices = jax.devices()

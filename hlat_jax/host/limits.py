@@ -1,7 +1,7 @@
-"""Memory, threads and open files that the system refuses: errors that mean it, and those of threads that nobody awaits.
+"""Finds errors of refused memory, threads and open files, also in threads that nobody awaits.
 
-A thread that has no memory for its first frame of Python never reports that it has started, and a callback without
-memory never wakes the event loop it belongs to: whoever waits for one of them, as saves do, waits for ever.
+A thread without memory for its first frame of Python never reports its start, and a callback without memory never wakes
+its event loop. A waiter for one of them, such as a save, waits for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_MEMORY = f"os_error_code='{errno.ENOMEM}'"
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Returns the error in the chain of causes that says that memory or a thread was refused, or None."""
+    """Returns the error of refused memory or a refused thread in the chain of causes, or None."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or _NO_MEMORY in str(error):
             return error
@@ -41,7 +41,7 @@ def describe(error: BaseException) -> str:
 
 
 def too_many_files(code: int | None) -> str:
-    """Returns what to do about an errno that says that no more files can be opened; "" for other ones."""
+    """Returns advice for an errno of too many open files, or "" for other errnos."""
     if code != errno.EMFILE:
         return ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,7 +54,7 @@ def _soft_limit(kind: int) -> list[int]:
 
 
 class UnawaitedErrors:
-    """Records errors of threads and callbacks that nobody awaits, for the length of a `with` block."""
+    """Records errors of threads and callbacks that nobody awaits, within a `with` block."""
 
     def __init__(self):
         self._waiting: collections.deque[Any] = collections.deque()
@@ -71,7 +71,7 @@ class UnawaitedErrors:
         self._take_out_of_memory()
 
     def raise_out_of_memory(self) -> None:
-        """Raises an error of `out_of_memory` if there was one since the last call; the others are printed."""
+        """Raises an error of `out_of_memory` if there was one since the last call. Other errors are printed."""
         if (error := self._take_out_of_memory()) is not None:
             raise error
 

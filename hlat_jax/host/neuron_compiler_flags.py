@@ -1,6 +1,6 @@
-"""NEURON_CC_FLAGS: the flags of neuronx-cc that a run needs, merged with the user's; and how the compiler fails.
+"""Merges the flags of neuronx-cc that a run needs with the user's NEURON_CC_FLAGS, and explains a killed compiler.
 
-Only flags that the neuronx-cc CLI reference documents are set here; a config or the user may append others.
+Only flags that the neuronx-cc CLI reference documents are set here. A config or the user may append others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def compiler_flags(topology: Topology) -> Flags:
 
 
 def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
-    """Returns flags with those of `train.compiler_flags`, which replace others of the same name; see `merge_flags`."""
+    """Returns flags merged with `train.compiler_flags`, which replace flags of the same name, see `merge_flags`."""
     given = dict(_parse_checked("train.compiler_flags", text, topology))
     kept = {name: value for name, value in flags.items() if _subject(name) not in map(_subject, given)}
     return kept | given
@@ -46,10 +46,10 @@ def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
 def merge_flags(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
     """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user overrides).
 
-    The user's text is kept unchanged, after those of `flags` that it does not set.
+    The user's text is kept unchanged, after the `flags` that it does not set.
 
     Raises:
-      ValueError: a flag that contradicts the topology or the config.
+      ValueError: a flag contradicts the topology or the config.
     """
     given = {_subject(name): value for name, value in _parse_checked("NEURON_CC_FLAGS", yours, topology)}
     ours = {name: value for name, value in flags.items() if _subject(name) not in given}
@@ -97,22 +97,22 @@ def _parse(text: str) -> Iterator[tuple[str, str | None]]:
 def _check(name: str, value: str | None, topology: Topology) -> None:
     if name == "--logical-nc-config" and value != str(topology.lnc):
         raise ValueError(
-            f"{name}={value}, but the runtime runs with --lnc={topology.lnc} "
-            "(NEURON_LOGICAL_NC_CONFIG); leave the flag out, or set the variable to the same value."
+            f"{name}={value} contradicts --lnc={topology.lnc} of the runtime (NEURON_LOGICAL_NC_CONFIG). "
+            "Leave the flag out, or set the variable to the same value."
         )
     if name == "--auto-cast" and value != "none":
         raise ValueError(
-            f"{name}={value} rounds values that precision.policy keeps; set {name}=none and choose "
+            f"{name}={value} rounds values that precision.policy keeps. Set {name}=none and choose "
             "another --config.precision.policy."
         )
     if name == "--cache_dir":
-        raise ValueError(f"neuronx-cc refuses {name} (NCC_EARG002); set NEURON_COMPILE_CACHE_URL={value}.")
+        raise ValueError(f"neuronx-cc refuses {name} (NCC_EARG002). Set NEURON_COMPILE_CACHE_URL={value}.")
     if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
-        raise ValueError(f"{name}={value} does not match {topology.instance}; set {name}={topology.kind.target}.")
+        raise ValueError(f"{name}={value} does not match {topology.instance}. Set {name}={topology.kind.target}.")
 
 
 def compiler_killed(text: str) -> str:
-    """Returns what to do where a log or an error shows that neuronx-cc was killed; "" where it does not.
+    """Returns advice if a log or an error shows that neuronx-cc was killed, else "".
 
     Source: github.com/aws-neuron/aws-neuron-samples/issues/64.
     """

@@ -1,9 +1,9 @@
-"""The environment variables of a run on Trainium, computed from its precision, mesh and topology.
+"""Computes the environment variables of a run on Trainium from its precision, mesh and topology.
 
-They are set before JAX is imported, which reads some of them then. Undocumented variables are never set here; the user
-may. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` take effect when a process starts: launch/node.sh sets them. Source: AWS
-Neuron docs (JAX environment variables, runtime configuration, neuronx-cc CLI reference, EFA set-up); HLAT's scripts
-where named.
+They are set before JAX is imported, which reads some of them then. Undocumented variables are never set here, but the
+user may set them. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` take effect at the start of a process, so launch/node.sh
+sets them. Source: AWS Neuron docs (JAX environment variables, runtime configuration, neuronx-cc CLI reference, EFA
+set-up), and HLAT's scripts if named.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class Environment:
     """The environment of a process before JAX is imported.
 
     Attributes:
-      variables: variables to set, with the user's values where those take precedence.
-      notes: a line for each value of the user's that takes precedence.
+      variables: the variables to set, with the user's values if they take precedence.
+      notes: a line for each value of the user that takes precedence.
     """
 
     variables: dict[str, str]
     notes: tuple[str, ...] = ()
 
     def shell(self) -> str:
-        """Returns the shell commands that set it: `eval "$(...)"`. They extend the PATH of the shell that runs them."""
+        """Returns the shell commands that set it, for `eval "$(...)"`. They extend the PATH of that shell."""
         values = {name: shlex.quote(value) for name, value in self.variables.items()}
         values["PATH"] = shlex.quote(os.pathsep.join(_first_folders())) + os.pathsep + '"$PATH"'
         return "\n".join(f"export {name}={value}" for name, value in values.items())
@@ -86,25 +86,26 @@ def environment(
     profile: str = "",
     config_flags: str = "",
 ) -> Environment:
-    """Returns the environment of one process. Idempotent: applied to its own result it returns the same.
+    """Returns the environment of one process. With its own result as `current` it returns the same.
 
     Args:
       precision: the policy, and whether hardware or software rounds.
-      current: the variables that are set already, whose values take precedence, see Environment.notes.
-      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`), or "" where they are not
-        recorded, which takes memory of theirs.
-      config_flags: value of `train.compiler_flags`.
+      parallel: the degrees of the mesh.
+      topology: the topology of the job.
+      current: the variables that are set already. Their values take precedence, see Environment.notes.
+      profile: the folder for JAX's device profiles (`train.profile_steps`), or "" for none, as they take device memory.
+      config_flags: the value of `train.compiler_flags`.
 
     Raises:
-      ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
-        the config, the topology or another variable.
+      ValueError: the topology or precision is invalid, or a variable of `current` was removed, or contradicts the
+        config, the topology or another variable.
     """
     topology = resolve_topology(topology)
     for field in dataclasses.fields(precision):
         check_choice(f"precision.{field.name}", field, getattr(precision, field.name))
     for name, instead in REMOVED.items():
         if current.get(name):
-            raise ValueError(f"{name}={current[name]} is set; it is {instead}.")
+            raise ValueError(f"{name}={current[name]} is set, but it is {instead}.")
     ours = _compute(precision, parallel, topology)
     if profile:
         _check_profile(current)
@@ -125,12 +126,12 @@ def environment(
 
 
 def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
-    """Sets the `environment` of a single process if this machine has Neuron devices; returns a summary.
+    """Sets the `environment` of a single process if this machine has Neuron devices, and returns a summary.
 
-    For notebooks and code that imports the package; the commands call it themselves.
+    For notebooks and code that imports the package. The commands call it themselves.
 
     Raises:
-      ValueError: as `environment`; or JAX, which reads the environment when imported, was imported without it.
+      ValueError: `environment` raises, or JAX was imported before, which reads the environment at its import.
     """
     instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
     if not instance:
@@ -156,7 +157,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
 
 
 def variables_to_record(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that can change what a run does or how fast, for the record in the run folder."""
+    """Returns the variables that can change the results or the speed of a run, for the record in the run folder."""
     prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
@@ -250,10 +251,10 @@ def _job_variables(topology: Topology) -> dict[str, str]:
 def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: Mapping[str, str]) -> None:
     platforms = current.get("JAX_PLATFORMS", "")
     if platforms and "neuron" not in platforms.split(","):
-        raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
+        raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}. Unset it.")
     for name, fault in WRONG_NUMBERS.items():
         if current.get(name, "0") not in ("", "0"):
-            raise ValueError(f"{name}={current[name]} {fault}; unset it.")
+            raise ValueError(f"{name}={current[name]} {fault}. Unset it.")
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
     # of one process, which sets neither: they may be left of a larger job
@@ -262,18 +263,18 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         value = (alone | ours)[name]
         if current.get(name, value) not in ("", value):
             raise ValueError(
-                f"{name}={current[name]} contradicts {setting}, which gives {value}; unset it, or change that setting."
+                f"{name}={current[name]} contradicts {setting}, which gives {value}. Unset it, or change that setting."
             )
     num_devices = topology.nodes * topology.devices_per_node
     if num_devices == 1 and current.get("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", "0") != "0":
         raise ValueError(
             "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 with one device would run the whole training step on the host's "
-            "CPU, as it has no collectives; unset it, or use more than --cores=1."
+            "CPU, as it has no collectives. Unset it, or use more than --cores=1."
         )
     _check_visible(topology, current)
     if platforms and "cpu" not in platforms.split(","):
         raise ValueError(
-            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu."
+            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights. Set neuron,cpu."
         )
 
 
@@ -281,8 +282,8 @@ def _check_profile(current: Mapping[str, str]) -> None:
     """Raises ValueError where the runtime would record by itself what JAX's profiler is to record."""
     if current.get("NEURON_RT_INSPECT_ENABLE", "0") != "0":
         raise ValueError(
-            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other: for jax.profiler, and "
-            "so for train.profile_steps, unset the first; otherwise set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
+            "NEURON_RT_INSPECT_ENABLE and NEURON_RT_INSPECT_DEVICE_PROFILE=1 exclude each other. Unset the first for "
+            "jax.profiler and train.profile_steps, or set NEURON_RT_INSPECT_DEVICE_PROFILE=session."
         )
 
 
@@ -295,7 +296,7 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     if visible != topology.devices_per_node:
         cores = "not a list of cores" if visible is None else count_text(visible, "core")
         change = f", or give --cores={visible}" if visible else ""
-        raise ValueError(f"{name}={value}: {cores}, but the run uses {topology.devices_per_node}; unset it{change}.")
+        raise ValueError(f"{name}={value}: {cores}, but the run uses {topology.devices_per_node}. Unset it{change}.")
 
 
 def _num_visible(text: str) -> int | None:

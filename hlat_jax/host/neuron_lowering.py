@@ -1,4 +1,4 @@
-"""Lowering rules for Neuron of primitives whose own rule emits an operation that Neuron does not support."""
+"""Lowering rules for Neuron of primitives that JAX lowers to an operation that Neuron does not support."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hlat_jax.host.jax_compat import lower_with_sharding_in_types, mlir
 
 @functools.cache
 def elide_idle_roundings() -> None:
-    """Drops, in programs for Neuron alone, every `reduce_precision` to the bits that its operand already has.
+    """Drops, only in programs for Neuron, every `reduce_precision` to the bits that its operand already has.
 
-    `jax.checkpoint` with a policy that saves values puts one on each; it computes nothing, and Neuron's known issues
+    `jax.checkpoint` with a policy that saves values puts one on each. It computes nothing, and Neuron's known issues
     list the operation as unsupported. Programs for other platforms are lowered as before. The rule is registered for
-    all platforms and checks which one it lowers for: a rule for `neuron` alone needs Neuron's plugin.
+    all platforms and checks the platform, since a rule only for `neuron` needs Neuron's plugin.
     """
     mlir.register_lowering(jax.lax.reduce_precision_p, _reduce_precision)
 

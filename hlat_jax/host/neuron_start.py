@@ -1,4 +1,4 @@
-"""What can stand in the way of a start on a Trainium machine: a missing plugin, and what killed runs have left.
+"""Clears obstacles to a start on a Trainium machine, such as a missing plugin and leftovers of killed runs.
 
 Others met each of these on devices. Source: docs/neuron-measured.md.
 """
@@ -25,7 +25,7 @@ _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs")  # file sy
 
 
 def missing_plugin() -> str:
-    """Returns which packages JAX lacks to find Neuron devices, in words; "" if it has them."""
+    """Returns the packages that JAX lacks to find Neuron devices, in words, or "" if it has them."""
     needed = ("jax-neuronx", "libneuronxla")
     missing = [name for name in needed if name not in compile_cache.installed_versions(needed)]
     return f"not installed in {sys.executable}: {', '.join(missing)}" if missing else ""
@@ -34,12 +34,12 @@ def missing_plugin() -> str:
 def clear_way(
     environ: MutableMapping[str, str], topology: Topology, machine: Machine, *, say: Callable[[str], object] = print
 ) -> None:
-    """Waits for a former run to end, and makes the caches of compiled programs usable; says what was in the way.
+    """Waits for an earlier run to end, makes the caches of compiled programs usable, and prints the obstacles.
 
-    Removes JAX's cache from `environ` where it does not work.
+    Removes JAX's cache from `environ` if it does not work.
 
     Raises:
-      ValueError: this Python has no plugin for Neuron devices, for which JAX would print a traceback.
+      ValueError: this Python has no plugin for Neuron devices. JAX would print a traceback.
     """
     if missing := missing_plugin():
         raise ValueError(f"{missing}. Install the extra `neuron`, or set PYTHON to an interpreter that has it.")
@@ -53,7 +53,7 @@ def clear_way(
 
 
 def compiler_cache(environ: Mapping[str, str]) -> pathlib.Path | None:
-    """Returns the folder of neuronx-cc's own cache, or None where it is not a folder."""
+    """Returns the folder of neuronx-cc's own cache, or None if it is not a folder."""
     url = environ.get("NEURON_COMPILE_CACHE_URL", "").removeprefix("file://")
     return pathlib.Path(url) if url and "://" not in url else None
 
@@ -87,7 +87,7 @@ def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSE
 def remove_leftovers(
     folder: pathlib.Path | None, *, say: Callable[[str], object], processes: pathlib.Path = PROCESSES
 ) -> None:
-    """Removes leftovers that no process can use, and says so."""
+    """Removes leftovers that no process can use, and prints a line about them."""
     found, doubt = leftovers(folder, processes=processes)
     if not found:
         return
@@ -123,7 +123,7 @@ def _file_system(path: pathlib.Path, processes: pathlib.Path) -> str:
 
 
 def is_taken(port: int) -> bool:
-    """Returns whether a server cannot bind a port: a process listens, or the kernel keeps it after a killed run."""
+    """Returns whether a server cannot bind a port, as a process listens, or the kernel keeps it after a killed run."""
     with socket.socket() as server:  # without SO_REUSEADDR, as Neuron's runtime binds
         try:
             server.bind(("", port))
@@ -133,7 +133,7 @@ def is_taken(port: int) -> bool:
 
 
 def find_obstacle(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
-    """Returns which process holds devices of `machine`, or that `port` is taken; "" if nothing is, or None and 0."""
+    """Returns the process that holds devices of `machine`, or that `port` is taken, or "". None and 0 skip a check."""
     prefix = f"{machine.devices}/neuron" if machine else ""
 
     def holds(path: pathlib.Path, command: str) -> bool:
@@ -155,13 +155,13 @@ def wait_for_former_run(
     period_s: float = 1.0,
     processes: pathlib.Path = PROCESSES,
 ) -> None:
-    """Returns once there is no obstacle, or after a time; says for what it waits. The runtime would fail at once."""
+    """Returns if there is no obstacle, or after a time, and prints the obstacle. The runtime would fail at once."""
     until, is_waiting = time.monotonic() + timeout_s, False
     while obstacle := find_obstacle(machine, port, processes=processes):
         if time.monotonic() >= until:
-            say(f"start            {obstacle}, still after {timeout_s:g} s: the run may fail")
+            say(f"start            {obstacle}, still after {timeout_s:g} s, so the run may fail")
             return
         if not is_waiting:
-            say(f"start            waits up to {timeout_s:g} s: {obstacle}")
+            say(f"start            waits up to {timeout_s:g} s, as {obstacle}")
         is_waiting = True
         time.sleep(period_s)

@@ -1,4 +1,4 @@
-"""Imports of libraries that the package works without."""
+"""Imports libraries that only some commands need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def import_optional(module: str, *, missing: str) -> Any:
     """Returns a module of a library that a command needs.
 
     Raises:
-      ValueError: `missing` if the library is not installed, or its own error if it is and cannot be imported.
+      ValueError: the library is not installed, with the text `missing`, or cannot be imported, with its error.
     """
     library = module.partition(".")[0]
     try:
@@ -18,4 +18,4 @@ def import_optional(module: str, *, missing: str) -> Any:
     except Exception as error:  # such as one written for another version of NumPy
         if isinstance(error, ModuleNotFoundError) and error.name in (library, module):
             raise ValueError(missing) from None
-        raise ValueError(f"{library} is installed and cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{library} is installed and cannot be imported ({type(error).__name__}: {error}).") from error

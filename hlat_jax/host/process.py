@@ -35,8 +35,8 @@ _terminated_s = 0.0  # time.monotonic() of the first SIGTERM or SIGUSR1, whether
 def exit_on_interrupt() -> None:
     """Makes Ctrl-C end this process at once, with one line on stderr and exit code 130.
 
-    For commands. A KeyboardInterrupt would be lost wherever a library catches or cannot raise it, in imports and in
-    callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
+    For commands. A KeyboardInterrupt would be lost if a library catches or cannot raise it, as in imports and in
+    callbacks of the garbage collector. Threads of XLA crash in the teardown after it.
     """
     global _pipe
     _open_standard_streams()
@@ -71,9 +71,9 @@ def _open_standard_streams() -> None:
 
 
 def drop_unwritable() -> None:
-    """Makes standard output and error drop what cannot be written, so that no print ends the process.
+    """Makes standard output and error drop text that cannot be written, so that no print ends the process.
 
-    For a command whose results are in files: whoever read its output may be gone, or the disk of its log full. Each
+    For a command with its results in files. The reader of its output may be gone, or the disk of its log full. Each
     line is written at once, so that it is in a log file while the process works.
     """
     for name in ("stdout", "stderr"):
@@ -115,7 +115,7 @@ class _LossyOutput(io.RawIOBase):
 
 
 def is_terminal(stream: TextIO | int) -> bool:
-    """Returns whether a stream, or a descriptor, is a terminal that knows control sequences: TERM=dumb says not."""
+    """Returns whether a stream, or a descriptor, is a terminal that knows control sequences (not TERM=dumb)."""
     is_tty = os.isatty(stream) if isinstance(stream, int) else stream.isatty()
     return is_tty and os.environ.get("TERM") != "dumb"
 
@@ -130,7 +130,7 @@ def _leave_signals_alone() -> None:
 
 @contextlib.contextmanager
 def ending_when_stopped(code: int) -> Iterator[None]:
-    """Makes SIGTERM and SIGUSR1 end this process at once with a code, in a block before there is anything to save.
+    """Makes SIGTERM and SIGUSR1 end this process at once with a code, in a block with nothing to save yet.
 
     The first process of a container would ignore them by default.
     """
@@ -148,7 +148,7 @@ def ending_when_stopped(code: int) -> Iterator[None]:
 
 
 def end_interrupted(*, line: str = "interrupted") -> NoReturn:
-    """Ends this process at once with code 130, after `line` on stderr; a second call does not wait for the first."""
+    """Ends this process at once with code 130, after `line` on stderr. A second call does not wait for the first."""
     if _ending.is_set():  # which may wait for a pipe that nobody reads
         os._exit(130)
     _ending.set()
@@ -189,7 +189,7 @@ def _watch() -> None:
 
 
 def began_s() -> float:
-    """Returns the start of this process as time.monotonic() counts, or now where the system does not tell."""
+    """Returns the start of this process in time.monotonic(), or now if the system does not provide it."""
     now_s = time.monotonic()
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat") as file:
@@ -199,7 +199,7 @@ def began_s() -> float:
 
 
 def seconds_since_stop_signal() -> float:
-    """Returns the time since the first SIGTERM or SIGUSR1, handled by the main thread or not; 0 if there is none."""
+    """Returns the time since the first SIGTERM or SIGUSR1, even if the main thread has not handled it, or 0."""
     return time.monotonic() - _terminated_s if _terminated_s else 0.0
 
 
@@ -225,7 +225,7 @@ def _take_interrupt() -> bool:
 
 @contextlib.contextmanager
 def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
-    """Removes `folder` when Ctrl-C ends the command in the body, whose `finally` clauses do not run then."""
+    """Removes `folder` if Ctrl-C ends the command in the body. `finally` clauses in the body do not run then."""
     _partial.append(folder)
     try:
         yield
@@ -235,21 +235,21 @@ def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
-    """Locks the run folder: a second process in it would overwrite the rows and saves of the first.
+    """Locks the run folder, as a second process in it would overwrite the rows and saves of the first.
 
-    A new folder is removed after a ValueError, unless the run has written files of its own into it.
+    A new folder is removed after a ValueError, unless the run has written files into it.
     """
     is_new = not workdir.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK_FILE, "w")  # noqa: SIM115 - held until the run ends
     except OSError as error:
-        raise ValueError(f"cannot write to {workdir}: {error.strerror}; give another folder with --workdir.") from None
+        raise ValueError(f"cannot write to {workdir}: {error.strerror}. Give another folder with --workdir.") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process is training in {workdir}; stop it, or give another --workdir.") from None
+            raise ValueError(f"another process is training in {workdir}. Stop it, or give another --workdir.") from None
         try:
             yield
         except ValueError:
@@ -269,7 +269,7 @@ def _is_same_file(descriptor: int, path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def closing_quietly(thing: Any) -> Iterator[Any]:
-    """Closes `thing` at the end; after an error in the body, errors while closing are dropped."""
+    """Closes `thing` at the end. After an error in the body, errors while closing are dropped."""
     try:
         yield thing
     except BaseException:
@@ -282,12 +282,11 @@ def closing_quietly(thing: Any) -> Iterator[Any]:
 class StopSignals:
     """Turns SIGTERM, SIGUSR1, SIGHUP and SIGINT into `name`, which the loop reads.
 
-    SIGINT is acknowledged by a line on stderr. It ends the process at once while nothing is `unfinished`, and a second
-    one does always.
+    SIGINT prints a line on stderr. It ends the process at once if nothing is `unfinished`. A second SIGINT always does.
 
     Attributes:
       name: the signal that came first, "" before it.
-      unfinished: what it finishes before it stops, "" while an end at once loses nothing.
+      unfinished: the work that the run finishes before it stops, "" while an immediate end loses nothing.
       saved_step: the step of the newest checkpoint, 0 without one.
     """
 
@@ -300,7 +299,7 @@ class StopSignals:
 
     @property
     def doing(self) -> str:
-        """What the run is doing, as in "compiling"."""
+        """The phase of the run, such as "compiling"."""
         return self.watchdog.doing
 
     def __enter__(self):
@@ -320,14 +319,14 @@ class StopSignals:
     def phase(
         self, doing: str, *, unfinished: str | None = None, status: Callable[[], Any] | None = None
     ) -> Iterator[None]:
-        """Says what the run does in the block: to the watchdog, to the ledger, and to whoever presses Ctrl-C.
+        """Tells the watchdog, the ledger and the message after Ctrl-C the phase of the run in the block.
 
-        After an error the phase stays, so that messages name the one in which it was raised.
+        After an error the phase stays, so that messages name the phase of the error.
 
         Args:
-          doing: the phase, as in "compiling"; the phase before it begins again after the block.
-          unfinished: the attribute for the length of the block; by default it stays.
-          status: function whose result changes while the block makes progress.
+          doing: the phase, such as "compiling". The previous phase begins again after the block.
+          unfinished: the attribute for the length of the block. By default it stays.
+          status: a function with a result that changes while the block makes progress.
         """
         doing_before, unfinished_before = self.doing, self.unfinished
         self.watchdog.begin(doing, status=status)

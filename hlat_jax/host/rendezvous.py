@@ -1,8 +1,7 @@
-"""The processes of a job meet before JAX joins them: one too many, or of another job, and JAX aborts all of them.
+"""Lets the processes of a job meet before JAX joins them, as JAX aborts all of them for one from another job.
 
-Process 0 listens on the coordinator's port until the others have said who they are, and answers all at once. Then
-JAX's coordination service takes the port over. A process that comes later, or finds another program there, gets no such
-answer.
+Process 0 listens on the coordinator's port until the others have reported, and answers all at once. Then JAX's
+coordination service takes the port over. A later process, or one that finds another program there, gets no answer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PERIOD_S, _HELLO_S, _CONNECT_S = 0.1, 2.0, 5.0
 
 
 class RendezvousError(Exception):
-    """The processes did not meet; `code` is the exit code: 2 for wrong flags, 1 where a restart may help."""
+    """The processes did not meet. The exit code `code` is 2 for wrong flags, or 1 if a restart may help."""
 
     def __init__(self, line: str, *, code: int):
         super().__init__(line)
@@ -28,13 +27,12 @@ class RendezvousError(Exception):
 
 
 def meet(coordinator: str, num_processes: int, process_id: int, *, timeout_s: float, busy_s: float = _BUSY_S) -> None:
-    """Returns once all processes of the job have called it, with the same coordinator (HOST:PORT) and number.
+    """Returns after all processes of the job have called it, with the same coordinator (HOST:PORT) and number.
 
     A process that finds another job there waits `busy_s` for its end, or `timeout_s` if that is less.
 
     Raises:
-      RendezvousError: another program or job has the port, two processes have the same id or different numbers, or not
-        all came in time.
+      RendezvousError: the port is taken, two processes have the same id or different numbers, or not all came in time.
     """
     host, _, port = coordinator.rpartition(":")
     who = f"process {process_id} of {num_processes} on {socket.gethostname()}"
@@ -139,7 +137,7 @@ def _listen(port: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() > until:
                 line = f"cannot listen on port {port} of {socket.gethostname()}: {os.strerror(error.errno)}"
-                hint = "Another job or program has it: end that, or name another in --coordinator (node.sh: --port)."
+                hint = "Another job or program has it. End that, or name another in --coordinator (--port of node.sh)."
                 raise RendezvousError(f"{line}. {hint}", code=1) from None
         time.sleep(_PERIOD_S)
 
@@ -165,8 +163,8 @@ def _join(host: str, port: int, hello: dict[str, Any], *, busy_s: float, until: 
         if now - busy_since_s > busy_s:
             raise RendezvousError(
                 f"process {hello['process']} of {hello['of']} on {hello['host']} found no job to join at "
-                f"--coordinator={host}:{port}: another program listens there, or a job that has all its processes. "
-                "End that, or give another port (node.sh: --port).",
+                f"--coordinator={host}:{port}, as another program listens there, or a job with all its processes. "
+                "End that, or give another port (--port of node.sh).",
                 code=1,
             )
         time.sleep(1.0)  # an earlier job may be about to end

@@ -1,7 +1,7 @@
-"""What the main thread of a run does, since when, and how long that may take: a run that is alive may be stuck.
+"""Watches the phase of the main thread of a run and its duration, since a live run may be stuck.
 
-A hang is not an error: a process that waits for a file system or in a collective sends heartbeats for ever. So what is
-watched is the progress of the main thread, by another thread. See docs/reliability.md.
+A hang raises no error. A process that waits for a file system or in a collective sends heartbeats for ever. So another
+thread watches the progress of the main thread. See docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Limit:
     """The longest time without progress in a phase.
 
     Attributes:
-      shortest: multiple of `Watchdog.least_s` below which no limit lies, unless the phase is learned.
-      longest: multiple of the longest time that the phase has taken, below which no limit lies.
-      learned: multiple of the longest time that is the limit once the phase was seen three times; 0 for phases whose
-        length says nothing about the next.
+      shortest: the multiple of `Watchdog.least_s` that is the lowest limit, unless the phase is learned.
+      longest: the multiple of the phase's longest time so far that is the lowest limit.
+      learned: the multiple of the longest time that is the limit after the phase was seen three times. It is 0 for
+        phases with lengths that do not predict the next.
     """
 
     shortest: int
@@ -60,17 +60,17 @@ LIMIT_OF_OTHERS = Limit(72)  # opening, compiling, tasks
 
 
 class Watchdog:
-    """The phase of the main thread, and for how long it may last, see `LIMITS`. Another thread looks every second.
+    """The phase of the main thread and its longest duration, see `LIMITS`. Another thread looks every second.
 
     Attributes:
-      doing: the phase, as in "compiling".
-      again_until: the last step that an earlier process of the run has trained: up to it, training is done again.
-      least_s: the shortest limit, in seconds; 0 for no limits.
+      doing: the phase, such as "compiling".
+      again_until: the last step that an earlier process of the run trained. Up to it, training is done again.
+      least_s: the shortest limit, in seconds, or 0 for no limits.
       began_s: time.monotonic() of the start.
-      stuck_s: seconds without progress of a process that was found stuck; 0 until then.
-      beat: function that enters the account of `seconds_by_account` in the ledger, if there is one.
-      problem: function that returns what is wrong with the run folder, or ""; see `cause`.
-      end: function that ends the process with the reason of an error; None where the caller of the run does.
+      stuck_s: the seconds without progress of a stuck process, 0 until then.
+      beat: the function that enters the account of `seconds_by_account` in the ledger, if there is one.
+      problem: the function that returns the problem of the run folder, or "", see `cause`.
+      end: the function that ends the process with the reason of an error, or None if the caller of the run does.
     """
 
     def __init__(self, *, least_s: float = 0.0, began_s: float | None = None):
@@ -96,7 +96,7 @@ class Watchdog:
         return self._account(self.doing)
 
     def begin(self, doing: str, *, status: Callable[[], Any] | None = None) -> None:
-        """Begins a phase, perhaps the same again; while `status()` changes, it makes progress."""
+        """Begins a phase, perhaps the same again. While `status()` changes, it makes progress."""
         now = time.monotonic()
         before, since, *_ = self._phase
         count, longest = self._seen.get(before, (0, 0.0))
@@ -122,13 +122,13 @@ class Watchdog:
         }
 
     def seconds_by_account(self, *, now_s: float | None = None) -> dict[str, float]:
-        """Returns account -> seconds, up to `now_s` or now: a phase, "first step" or "training again"."""
+        """Returns account -> seconds, up to `now_s` or now. An account is a phase, "first step" or "training again"."""
         doing, since, _, spent = self._phase
         account, now_s = self._account(doing), now_s or time.monotonic()
         return spent | {account: spent.get(account, 0.0) + now_s - since}
 
     def end_first_step(self) -> None:
-        """Ends the first step of this process, whose metrics have arrived: it is dispatched long before."""
+        """Ends the first step of this process after its metrics arrived, as it is dispatched long before."""
         if not self._has_stepped:
             self.begin(self.doing)
             self._has_stepped = True
@@ -148,14 +148,14 @@ class Watchdog:
         return max(limit.shortest * self.least_s, limit.longest * longest)
 
     def cause(self) -> str:
-        """Returns what is wrong with the run folder, or "" if nothing is or a disk that hangs does not tell."""
+        """Returns the problem of the run folder, or "" if there is none, or if a hanging disk does not answer."""
         problems: list[str] = []
         call_within(DUMP_S, lambda: problems.append(self.problem()))
         return problems[0] if problems else ""
 
     @contextlib.contextmanager
     def ending_without_memory(self) -> Iterator[None]:
-        """Ends the process as soon as memory has run out in the block: to close what is open may wait for ever."""
+        """Ends the process as soon as memory runs out in the block, as closing open files may wait for ever."""
         try:
             yield
         except Exception as error:
@@ -164,7 +164,7 @@ class Watchdog:
             raise
 
     def unanswered_s(self, since_sigterm_s: float) -> float:
-        """Returns for how long a step makes no progress after SIGTERM, if that is too long; else 0."""
+        """Returns the time without progress of a step after SIGTERM if it is too long, else 0."""
         now = self.snapshot()
         _, longest = self._seen.get(now["doing"], (0, 0.0))
         idle_s = min(since_sigterm_s, now["for_s"])
@@ -174,10 +174,10 @@ class Watchdog:
 
 
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
-    """Returns a line that names the processes that are stuck, or "" if none is; see `Watchdog.snapshot`.
+    """Returns a line that names the stuck processes, or "" if none is stuck, see `Watchdog.snapshot`.
 
-    A process that waits for others is not, unless all do. Those that are about to exceed the same limit at the same
-    step are named too: one may wait for another inside of a phase. Those that stopped first come first.
+    A process that waits for others is not stuck, unless all wait. Processes that are about to exceed the same limit at
+    the same step are named too, as one may wait for another within a phase. The first to stop come first.
     """
     late = {index: seen for index, seen in snapshots.items() if 0 < seen["limit_s"] < seen["for_s"]}
     busy = {index: seen for index, seen in late.items() if seen["doing"] != WAITING}
@@ -204,7 +204,7 @@ def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], w
 def record_stuck(watchdog: Watchdog, *, stuck_s: float, stacks: pathlib.Path | None, process: int) -> None:
     """Enters the time without progress in the ledger, and writes the stacks of all threads to a file of a folder.
 
-    Gives up after some seconds: a disk may hang too.
+    Gives up after some seconds, as a disk may hang too.
     """
     watchdog.stuck_s = stuck_s
 
@@ -223,9 +223,9 @@ def record_stuck(watchdog: Watchdog, *, stuck_s: float, stacks: pathlib.Path | N
 
 
 def exit_with(line: str, code: int, *, last: Callable[[], Any] = lambda: None) -> NoReturn:
-    """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output.
+    """Ends the process without a clean-up that might wait for something that hangs, such as the reader of its output.
 
-    `last`, which takes some seconds at most, is called when all is said.
+    `last`, which takes some seconds at most, is called after the line is printed.
     """
     if not _exiting.acquire(blocking=False):
         time.sleep(6 * DUMP_S)  # another thread ends the process, with a line of its own
@@ -244,7 +244,7 @@ _exiting = _thread.allocate_lock()
 
 
 def call_within(longest_s: float, work: Callable[[], Any]) -> bool:
-    """Calls a function in another thread, and waits for it or, if what it asks hangs, for some seconds.
+    """Calls a function in another thread, and waits for it, but only some seconds if it hangs.
 
     Returns whether a thread could be started. `threading.Thread.start` would wait for ever for one without memory.
     """

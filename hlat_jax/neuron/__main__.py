@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron VERB --config=NAME ...`: checks for Trainium that need no device."""
+"""Checks for Trainium that need no device, `python -m hlat_jax.neuron VERB --config=NAME ...`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb; returns its exit code."""
+    """Runs one verb, and returns its exit code."""
     usage = "Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n"
     usage += "".join(f"\n  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items())
     verb = flags_lib.choose_verb(argv, VERBS, usage=usage)

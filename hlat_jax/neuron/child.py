@@ -1,4 +1,4 @@
-"""Runs checks in a child process, so that a fault which kills or stops the process ends one check only."""
+"""Runs checks in a child process, so that a fault which kills or stops the process ends only one check."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def outcomes(
     """Yields (check, outcome) of each check in order, as each ends.
 
     One child runs the checks one after another. If it dies or stops, the check that it ran has failed, and another
-    child runs the rest. A Neuron core belongs to one process at a time: call this before JAX starts in this process.
+    child runs the rest. Call this before JAX starts in this process, as a Neuron core belongs to one process at a time.
 
     Args:
       checks: functions that return an `Outcome`, as "module:function", or "module:function:argument" for one string.
-      environ: environment of the child.
-      timeout_s: limit of one check, and of the start of JAX.
+      environ: the environment of the child.
+      timeout_s: the limit of one check, and of the start of JAX.
     """
     left = list(checks)
     while left:

@@ -1,4 +1,4 @@
-"""The checks of `doctor`, in order: each pairs a probe of `probes` with a program of `exercises`."""
+"""The checks of `doctor`, in order. Each pairs a probe of `probes` with a program of `exercises`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def checks(
 ) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     """Yields (name, probe) of the checks for a run of a config on this machine, in the order to run them.
 
-    Programs that may end the process run in a child. They come before JAX starts in this process: a core belongs to one
-    process at a time. Collectives come last, because a faulty runtime is most likely to end the process in them.
+    Programs that may end the process run in a child. They come before JAX starts in this process, as a core belongs to
+    one process at a time. Collectives come last, because a faulty runtime is most likely to end the process in them.
 
     Args:
-      instance: type of the Trainium instance; "" for any other machine.
-      num_devices: number of devices that JAX must find; 0 if it is unknown.
+      config: the config of the run.
+      instance: the type of the Trainium instance, or "" for any other machine.
+      num_devices: the number of devices that JAX must find, or 0 if it is unknown.
+      cache: the folder of JAX's compilation cache.
     """
     platform = "neuron" if instance else ""
     yield "versions", lambda: probes.versions(installed_versions(probes.SUPPORTED), probes.SUPPORTED)
@@ -83,7 +85,7 @@ def _in_child(ended: dict[str, Outcome], running: Iterator[tuple[str, Outcome]],
 
 
 def run_check(probe: Callable[[], Outcome]) -> tuple[Outcome, float]:
-    """Returns the outcome of a check and its duration in seconds; a probe that raises counts as failed."""
+    """Returns the outcome of a check and its duration in seconds. A probe that raises counts as failed."""
     began = time.monotonic()
     try:
         outcome = probe()
@@ -115,7 +117,7 @@ def expected_rounding(config: Config) -> str:
 
 
 def collectives(layout: Layout, axis: str) -> Outcome:
-    """Checks the collectives along an axis of a layout whose groups of cores pages do not refuse."""
+    """Checks the collectives along an axis of a layout, for groups of cores that pages do not refuse."""
     server = server_of(list(layout.mesh.devices.flat))
     if server:
         numbers = np.argsort(np.argsort([device.id for device in layout.mesh.devices.flat]))  # on this node

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron doctor`: checks in a few minutes that this machine is ready for a run."""
+"""Checks in a few minutes that this machine is ready for a run, `python -m hlat_jax.neuron doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
+    """Runs and prints every check, then a summary. Returns 1 if a check failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--init_from", "--help", "-h") for word in argv)
     config, values = parse_config(argv if has_config else ["--config=tiny", *argv], _define)
     flags_lib.check_output("--json", values.json)
@@ -59,7 +59,7 @@ def _prepare(
     platforms = environ.get("JAX_PLATFORMS", "")
     instance, num_devices = neuron_topology.instance_to_serve(values.instance, platforms, machine=machine), 0
     if values.cores and not instance:
-        raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; remove the flag.")
+        raise ValueError(f"--cores={values.cores} needs Neuron devices, which this machine lacks. Remove the flag.")
     if instance:
         wanted = neuron_topology.Topology(instance, lnc=neuron_topology.lnc_of(environ), cores=values.cores)
         options = {"current": environ, "config_flags": config.train.compiler_flags}

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron env --config=NAME --instance=TYPE`: prints the environment of one process or of all.
+"""Prints the environment of one process or of all, `python -m hlat_jax.neuron env --config=NAME --instance=TYPE`.
 
 eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nodes=4 --node=3 --coordinator=trn1)"
 """
@@ -19,12 +19,12 @@ from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the environment; returns the exit code."""
+    """Prints the environment, and returns the exit code."""
     config, values = parse_config(argv, _define)
     if not values.instance:
-        raise ValueError("--instance=TYPE is missing; for example --instance=trn1.32xlarge.")
+        raise ValueError("--instance=TYPE is missing. Give one, such as --instance=trn1.32xlarge.")
     if values.nodes > 1 and not values.node:
-        raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
+        raise ValueError(f"--node is missing. Give the index of this node, 0 .. {values.nodes - 1}, or all.")
     if values.node not in ("", "all") and not values.node.isdecimal():
         raise ValueError(f"--node={values.node} must be an integer of at least 0, or all.")
     rank = int(values.node) if values.node.isdecimal() else 0

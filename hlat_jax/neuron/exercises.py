@@ -1,4 +1,4 @@
-"""Inputs of `probes`: small JAX programs for the devices of this machine.
+"""Small JAX programs for the devices of this machine, as inputs of `probes`.
 
 Each program is jitted, so that none of its operations runs on the host.
 """
@@ -64,8 +64,7 @@ def layouts_to_check(
 ) -> Iterator[tuple[Layout, str]]:
     """Yields (layout, axis) for every set of groups that collectives of a run on these devices may use.
 
-    The axes that the config's layout splits, with devices placed as in a run, if it fits them; and all devices, unless
-    they are one of those.
+    These are the axes that the config's layout splits, if it fits, with devices placed as in a run, and all devices.
     """
     try:
         layout = place_over(parallel, devices, server=server_of(devices), num_kv_heads=num_kv_heads)
@@ -80,7 +79,7 @@ def layouts_to_check(
 def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) -> np.ndarray:
     """Returns the result of one collective along one mesh axis, as `probes.collectives` expects it.
 
-    Every device of the mesh takes part in its own group. The result is the first group's, NaN where another differs.
+    Every device of the mesh takes part in its own group. The result is the first group's, or NaN if another differs.
     """
     others = tuple(other for other in layout.mesh.axis_names if other != axis)
     size = layout.mesh.shape[axis]

@@ -1,8 +1,8 @@
-"""The programs of a run as HLO modules for neuronx-cc, as one device of the mesh runs them.
+"""Converts the programs of a run to HLO modules for neuronx-cc, as one device of the mesh runs them.
 
-The module of one device comes from XLA's SPMD partitioner, run on the program as lowered for Neuron, for virtual CPU
-devices, in a subprocess: `python -m hlat_jax.neuron.hlo` with a JSON object on stdin. Its dtypes are those of the
-program, because XLA's CPU passes run later. Neuron's compiler and plugin are not used.
+The module of one device comes from XLA's SPMD partitioner. It runs on the program as lowered for Neuron, for virtual
+CPU devices, in the subprocess `python -m hlat_jax.neuron.hlo` with a JSON object on stdin. The module has the dtypes of
+the program, because XLA's CPU passes run later. Neuron's compiler and plugin are not used.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ def whole_module(lowered: Any) -> bytes:
 def device_module(
     name: str, config: Config, num_devices: int, *, max_devices: int, target: str = ""
 ) -> tuple[bytes, dict[str, int]]:
-    """Returns (serialized module of one device, with small ids; degrees of the mesh that it was partitioned for).
+    """Returns the serialized module of one device, with small ids, and the degrees of its mesh.
 
     Args:
-      name: key of the program in `compilation.traced_programs`.
-      max_devices: upper limit on the devices to partition for. The data degree is reduced to fit; the rows per device
-        stay the same.
-      target: of `rules.LINTED`, whose implementations the program has; "": any chip. Groups of cores are not checked,
-        because this mesh is none of a run.
+      name: the key of the program in `compilation.traced_programs`.
+      config: the config of the run.
+      num_devices: the number of devices of the run.
+      max_devices: the largest number of devices to partition for, by a lower data degree with equal rows per device.
+      target: one of `rules.LINTED`, which chooses the implementations, or "" for any chip. Groups of cores are not
+        checked, because no run has this mesh.
 
     Raises:
       ValueError: one replica needs more than 2,048 devices, or an implementation that the target does not have.
-      RuntimeError: the partitioner failed; the message ends with its last output.
+      RuntimeError: the partitioner failed. The message ends with its last output.
     """
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
     if count == 1:  # nothing to partition

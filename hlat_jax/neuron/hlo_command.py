@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron hlo`: lists the programs of a run, and writes them as input files for neuronx-cc."""
+"""Lists the programs of a run, and writes them as input files for neuronx-cc, `python -m hlat_jax.neuron hlo`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ done
 
 
 def main(argv: Sequence[str]) -> int:
-    """Lists the programs of a config; with --out writes their modules and a script that compiles them; returns 0."""
+    """Lists the programs of a config. With --out writes their modules and a script that compiles them. Returns 0."""
     config, values = parse_config(argv, _define)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     topology = topology_of(values.instance)
@@ -118,7 +118,7 @@ def _write_modules(
     given = {"modules": modules, "flags": "\n  ".join(words), "limit": LIMIT_FLAG}
     script.write_text(_SCRIPT.format(config=config.name, **given))
     script.chmod(0o755)
-    print(f"{script}  calls neuronx-cc on {modules}; not yet run")
+    print(f"{script}  calls neuronx-cc on {modules} (not yet run)")
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -1,8 +1,8 @@
 """Renumbers the instructions of serialized HLO modules, because neuronx-cc fails on ids of 2^31 or more.
 
-XLA puts the computation of an instruction in the upper 32 bits of its id and its position in the lower bits, so ids are
-around 2^37 since JAX 0.8.2. jaxlib keeps the ids when it parses a module, even from text, and does not install the
-message classes; so the fields that hold ids are declared here, and protobuf preserves all other fields as unknown
+Since JAX 0.8.2 ids are around 2^37. XLA puts the computation of an instruction in the upper 32 bits of its id, and its
+position in the lower bits. Parsing a module in jaxlib keeps the ids, even from text, and jaxlib does not install the
+message classes. So the fields that hold ids are declared here, and protobuf preserves all other fields as unknown
 fields. Source: xla/service/hlo.proto.
 """
 
@@ -35,7 +35,7 @@ _MESSAGES = {
 def renumber(module: bytes) -> bytes:
     """Returns a serialized HloModuleProto with instructions and computations renumbered from 1 in the same order.
 
-    The module must not be scheduled: a schedule contains ids too.
+    The module must not be scheduled, as a schedule contains ids too.
     """
     parsed = parse(module)
     computations = {computation.id: new_id for new_id, computation in enumerate(parsed.computations, 1)}

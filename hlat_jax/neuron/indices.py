@@ -1,8 +1,8 @@
-"""Value ranges of the indices of gathers and scatters, as far as the program determines them.
+"""Finds value ranges of the indices of gathers and scatters, as far as the program determines them.
 
-Indices computed from iotas and constants have the range of that arithmetic, indices that depend on data that of their
-clip, if any. A function is checked at each call: `calls` is the `func.call` operation that a value is followed out of,
-if any; the arguments of functions further out have the union of the ranges of all their calls.
+Indices computed from iotas and constants have the range of that arithmetic. Indices that depend on data have the range
+of their clip, if any. A function is checked at each call. `calls` has the `func.call` operation out of which a value is
+followed, if any. The arguments of functions further out have the union of the ranges of all their calls.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Range:
     """Bounds of the elements of a value.
 
     Attributes:
-      is_exact: whether the program determines that both occur.
-      from_iota: whether they are computed from an iota.
+      is_exact: whether the program determines that both bounds occur.
+      from_iota: whether the bounds are computed from an iota.
     """
 
     low: float
@@ -58,7 +58,7 @@ class Range:
 
 
 def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, detail, operation) of GS01 or GS02 for a gather or a scatter, whose windows have one element."""
+    """Yields (rule, detail, operation) of GS01 or GS02 for a gather or a scatter with windows of one element."""
     operand = tensor(op.operands[0])
     if op.name == "stablehlo.gather":
         numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
@@ -88,7 +88,7 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
 
 
 def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
-    """Yields KB04 for a scatter whose updates are computed from a gather of the same array at indices from data."""
+    """Yields KB04 for a scatter with updates computed from a gather of the same array at indices from data."""
     if len(op.results) == 1 and _is_gathered_from(op.operands[2], source(op.operands[0], program, ()), program, ()):
         yield "KB04", f"into {tensor(op.operands[0])}"
 
@@ -120,7 +120,7 @@ def _component_range(value: Any, component: int, dim: int, program: Program, cal
 
 
 def calls_to(op: Any, program: Program) -> list[tuple]:
-    """Returns, for each call of the function that contains an operation, the calls that lead to it; [()] if none do."""
+    """Returns the calls that lead to each call of the function around an operation, or [()] without calls."""
     return [(call,) for call in program.callers(enclosing_function(op))] or [()]
 
 
@@ -148,7 +148,7 @@ def _function_of(argument: Any) -> Any:
 
 
 def index_range(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
-    """Returns the range of a value's elements; the range of its type if the program does not determine it."""
+    """Returns the range of a value's elements, or of its type if the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
         whole = _type_range(tensor(value))

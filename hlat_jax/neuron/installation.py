@@ -1,4 +1,4 @@
-"""The Neuron software of this machine, and whether it all belongs to one release of the SDK."""
+"""Checks that the Neuron software of this machine belongs to one release of the SDK."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUERIES = (
 
 
 def system_versions(*, machine: Machine = HERE) -> dict[str, str]:
-    """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
+    """Returns package -> version of Neuron's driver, runtime and collectives on this machine."""
     versions: dict[str, str] = {}
     for query in _QUERIES:
         try:
@@ -40,10 +40,10 @@ def system_versions(*, machine: Machine = HERE) -> dict[str, str]:
 
 
 def one_release(installed: Mapping[str, str]) -> Outcome:
-    """Checks that everything installed belongs to one row of `sdk_releases.RELEASES`, and not to one to avoid.
+    """Checks that all installed packages belong to one row of `sdk_releases.RELEASES` that is not to avoid.
 
     Args:
-      installed: package -> version of what is found of `python`, `jax`, `numpy`, PYTHON_PACKAGES and SYSTEM_PACKAGES.
+      installed: package -> version of `python`, `jax`, `numpy`, PYTHON_PACKAGES and SYSTEM_PACKAGES, if found.
     """
     missing = [name for name in _REQUIRED if name not in installed]
     if missing:
@@ -75,7 +75,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
 
 
 def tools_on_path() -> Outcome:
-    """Checks that PATH, which `neuron_env` has set, leads to the compiler and to Neuron's tools, started by name."""
+    """Checks that PATH, as set by `neuron_env`, leads to the compiler and to Neuron's tools, started by name."""
     advice = {
         neuron_env.COMPILER: f"install the extra `neuron` for {sys.executable}, or use a Python that has it",
         "neuron-ls": "install aws-neuronx-tools",
@@ -105,7 +105,7 @@ def former_run(machine: Machine, *, port: int, processes: pathlib.Path = neuron_
 
 
 def jax_cache(environ: Mapping[str, str]) -> Outcome:
-    """Checks JAX's cache by two processes; raises RuntimeError if a program fails without it too."""
+    """Checks JAX's cache with two processes. Raises RuntimeError if a program fails also without it."""
     if fault := compile_cache.fault_of_cache(environ):
         advice = "nothing for a run, which leaves JAX's cache out; for other code unset JAX_COMPILATION_CACHE_DIR"
         return Outcome(FAILED, f"JAX's cache fails: {fault}", advice)

@@ -1,7 +1,7 @@
-"""Programs of a config from one layer, one microbatch and one row to the whole, each the next one's smaller neighbor.
+"""Makes rungs of programs of a config, from one layer, one microbatch and one row to the whole.
 
-Each rung is the config with some keys changed. Its programs are lowered and linted here; the first one that fails on a
-device is the smallest program with whatever it adds to the rung before.
+Each rung is the config with some keys changed, and a bit larger than the previous rung. Its programs are lowered and
+linted here. The first rung that fails on a device is the smallest program with the faulty part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rung:
     """A config with some keys changed, and the devices that it runs on.
 
     Attributes:
-      what: sizes of the rung, for people.
+      what: the sizes of the rung, for people.
       changes: config path -> value that differs from the recipe's.
     """
 
@@ -55,15 +55,16 @@ class Rung:
 
 
 def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = "") -> list[Rung]:
-    """Returns the rungs of a config, the smallest first; the last is the whole over `num_devices`.
+    """Returns the rungs of a config, the smallest first. The last is the whole over `num_devices`.
 
     The first rungs run on as few nodes as a replica without pipeline stages takes, the whole on all. The batch of a
-    rung has as many rows as its replicas and microbatches take; microbatches of the whole have the recipe's rows.
+    rung has as many rows as its replicas and microbatches take. Microbatches of the whole have the recipe's rows.
 
     Args:
-      num_devices: devices of the whole.
-      node_devices: devices of one node.
-      target: of `rules.LINTED`, whose groups of cores a rung must have; "": not checked.
+      config: the config of the whole.
+      num_devices: the number of devices of the whole.
+      node_devices: the number of devices of one node.
+      target: one of `rules.LINTED` with the groups of cores that a rung must have, or "" for no check.
 
     Raises:
       ValueError: the config does not fit `num_devices`.
@@ -115,7 +116,7 @@ def _rung(
 
 
 def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
-    """Returns what is known of each program of a rung, lowered for a target of `rules.LINTED`.
+    """Returns estimates and lint results of each program of a rung, lowered for a target of `rules.LINTED`.
 
     The values are the estimated instructions (None for a program that cannot be lowered), the fingerprint, and the
     rules of the lint's errors and warnings.
@@ -142,11 +143,12 @@ def command(rung: Rung, config_words: Sequence[str], *, topology: Topology, work
     """Returns the command that trains two steps of a rung.
 
     Args:
+      rung: the rung to train.
       config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
         or the batch has more rows than that text has documents.
       topology: the instance type of the nodes, and their LNC.
-      workdir: beginning of the run folder's name. The time follows, because a run in the folder of an earlier one
-        would continue that, and pass without compiling anything.
+      workdir: the beginning of the run folder's name. The time follows, because a run in the folder of an earlier run
+        would continue it, and pass without compiling anything.
     """
     has_data = any(word.startswith("--config.data.train=") for word in config_words)
     changes = rung.changes | _STEPS
@@ -163,9 +165,9 @@ def command(rung: Rung, config_words: Sequence[str], *, topology: Topology, work
 
 
 class Levels(NamedTuple):
-    """Optimization levels of the compiler: the config's, another one, and the flag of a command that sets that.
+    """Optimization levels of the compiler, with the config's level, another level, and the flag that sets the other.
 
-    -O1 fails where -O2 passes, and the reverse.
+    Some programs fail at -O1 and pass at -O2, and others the reverse.
     """
 
     own: int
@@ -184,7 +186,7 @@ def optimization_levels(config: Config, topology: Topology) -> Levels:
 def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str, levels: Levels) -> str:
     """Returns a Bash script that runs (sizes, command) of each rung in turn and stops at the first one that fails.
 
-    A rung that neuronx-cc refuses runs once more at the other optimization level; the next rungs begin with the level
+    A rung that neuronx-cc refuses runs once more at the other optimization level. The next rungs begin with the level
     that compiled. Output goes to FOLDER/rung-NN-ON.log, results to FOLDER/ladder.jsonl.
     """
     total, own = len(commands), levels.own

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron ladder`: lists programs from one layer to the whole config, as commands for a device."""
+"""Lists programs from one layer to the whole config as commands for a device, `python -m hlat_jax.neuron ladder`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
+    """Prints the rungs of a config with their estimates and commands. Returns 1 if the lint finds an error, else 0."""
     config, values = parse_config(argv, _define)
     topology = resolve_topology(Topology(values.instance, lnc=lnc_of(os.environ)))
     for flag in ("json", "script"):
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"Limits, of public logs or train.compiler_flags: {limits}.")
     levels = ladder.optimization_levels(config, topology)
     again = shlex.quote(levels.override)
-    print(f"If neuronx-cc refuses a rung at -O{levels.own}, run it again with {again}; --script does.")
+    print(f"If neuronx-cc refuses a rung at -O{levels.own}, run it again with {again} (--script does).")
     config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for index, rung in enumerate(rungs, 1):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         commands = [(row["what"], row["command"]) for row in rows]
         pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder, levels=levels))
         pathlib.Path(values.script).chmod(0o755)
-    print("\nLowered for Neuron and linted here; not compiled by neuronx-cc and not yet run.")
+    print("\nLowered for Neuron and linted here, but not compiled by neuronx-cc and not yet run.")
     return 1 if any(program["errors"] for row in rows for program in row["programs"].values()) else 0
 
 

@@ -1,4 +1,4 @@
-"""Checks a JAX function against what Neuron documents as unsupported, on any machine.
+"""Checks a JAX function for operations that Neuron documents as unsupported, on any machine.
 
     from hlat_jax.neuron import lint
     for finding in lint.check(jax.jit(step), state, batch):
@@ -35,15 +35,15 @@ class Finding:
     """The violations of one rule at one Python line.
 
     Attributes:
-      rule: id of the rule in `rules.RULES`.
+      rule: the id of the rule in `rules.RULES`.
       severity: "error", "warning" or "info".
-      op: names of the operations in the lowered program.
-      what: detail of the first operation, such as its type.
-      line: the Python line that they come from, `file:line (function)`; "" if unknown.
-      count: number of operations from this line that break the rule.
-      why: what happens on the device.
-      instead: what to write instead.
-      source: page of the Neuron documentation.
+      op: the names of the operations in the lowered program.
+      what: the detail of the first operation, such as its type.
+      line: the Python line of the operations, `file:line (function)`, or "" if it is unknown.
+      count: the number of operations from this line that break the rule.
+      why: the effect on the device.
+      instead: the code to write instead.
+      source: the page of the Neuron documentation.
     """
 
     rule: str
@@ -72,14 +72,14 @@ def check(
     recurring: bool = True,
     compiler_flags: str = "",
 ) -> list[Finding]:
-    """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
+    """Returns the rules that a function breaks if lowered for Neuron with these arguments, most severe first.
 
     Args:
-      fn: a function, jitted or not, of positional arguments; see `functools.partial` for others.
-      *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
-      target: one of `rules.LINTED`.
+      fn: the function, jitted or not, of positional arguments. Use `functools.partial` for keyword arguments.
+      *args: the arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s.
+      target: the chip, one of `rules.LINTED`.
       recurring: whether the program runs every step, or only once, such as an initialization.
-      compiler_flags: NEURON_CC_FLAGS of the run, which may move the limit of CG01.
+      compiler_flags: the NEURON_CC_FLAGS of the run, which may move the limit of CG01.
 
     Raises:
       ValueError: the target is unknown.
@@ -96,7 +96,7 @@ def check_traced(
     compiler_flags: str = "",
     placement: Sequence[int] = (),
 ) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
+    """Returns the findings of `check` for a result of `jax.jit(fn).trace(...)`. `check_module` explains `placement`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
@@ -126,8 +126,8 @@ def check_module(
 
     Args:
       module: an `ir.Module` or its text.
-      placement: the device at each place of the mesh; empty if they are in their order.
-      jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
+      placement: the device at each place of the mesh, or empty if the devices are in their order.
+      jaxpr: the trace of the module, to estimate its instructions. None skips CG01 and CG02.
     """
     if target not in LINTED:
         raise ValueError(f"target={target!r} is not one of {', '.join(LINTED)}.")

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.neuron lint`: checks the programs of a config against what Neuron supports."""
+"""Checks the programs of a config for operations that Neuron does not support, `python -m hlat_jax.neuron lint`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRAMS = (*_STEP, "eval", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
+    """Prints the findings for the programs of a config. Returns 1 if one is an error, else 0."""
     config, values = parse_config(argv, _define)
     target = topology_of(values.instance).device_key
     flags_lib.check_output("--json", values.json)
@@ -49,9 +49,7 @@ def main(argv: Sequence[str]) -> int:
     whole = {"config": config.name, "target": target, "devices": count, "programs": reports}
     flags_lib.write_report(values.json, whole)
     rows = [row for report in reports.values() for row in report["findings"]]
-    print(
-        f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by neuronx-cc and not yet run."
-    )
+    print(f"\n{config.name}: {_counts(rows)}. Lowered for Neuron, but not compiled by neuronx-cc and not yet run.")
     return 1 if any(row["severity"] == "error" for row in rows) else 0
 
 
@@ -62,7 +60,7 @@ def topology_of(name: str) -> Topology:
 
 
 def define_programs(values: flags.FlagValues) -> None:
-    """Declares the flags that choose the programs of a config, and what they are for."""
+    """Declares the flags that choose the programs of a config and their target."""
     options = {"flag_values": values}
     flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance of the programs.", **options)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "One program, or all.", **options)

@@ -1,4 +1,4 @@
-"""Reads StableHLO modules: operations, their types and attributes, and the Python lines that they come from."""
+"""Reads the operations of StableHLO modules, with types, attributes and the Python lines that they come from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINT = str(pathlib.Path(__file__).with_name("lint.py"))
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """The type of a ranked tensor: its dims (None if dynamic) and MLIR's name of the element type."""
+    """The type of a ranked tensor, with its dims (None if dynamic) and MLIR's name of the element type."""
 
     dims: tuple[int | None, ...]
     dtype: str
@@ -46,7 +46,7 @@ class Tensor:
 
 
 def tensor(value_or_type: Any) -> Tensor | None:
-    """Returns the type of a value as a `Tensor`; None for tokens, tuples and other types."""
+    """Returns the type of a value as a `Tensor`, or None for tokens, tuples and other types."""
     kind = getattr(value_or_type, "type", value_or_type)
     try:
         ranked = ir.RankedTensorType(kind)
@@ -72,7 +72,7 @@ class Program:
     """A StableHLO module with its calls resolved.
 
     Attributes:
-      operations: all operations, in pre-order: an operation precedes those in its regions.
+      operations: all operations in pre-order, so that an operation precedes its regions.
       functions: every `func.func` by its symbol.
     """
 
@@ -109,7 +109,7 @@ class Program:
 
     @functools.cached_property
     def meshes(self) -> dict[str, dict[str, int]]:
-        """Name of each `sdy.mesh` -> {axis: size}, outermost axis first."""
+        """The name of each `sdy.mesh` -> {axis: size}, outermost axis first."""
         meshes = {}
         for op in self.operations:
             if op.name == "sdy.mesh":
@@ -124,7 +124,7 @@ class Program:
 
 
 def line_of(frames: list[Frame]) -> str:
-    """Returns the innermost frame outside of libraries and the linter, else the innermost; "" without frames."""
+    """Returns the innermost frame outside of libraries and the linter, else the innermost, or "" without frames."""
     own = (frame for frame in frames if _LIBRARY_PATH.search(frame.path) is None and frame.path != _LINT)
     return str(next(own, frames[0])) if frames else ""
 
@@ -175,7 +175,7 @@ def returned_values(region: Any) -> Any:
 
 
 def defining_op(value: Any) -> Any:
-    """Returns the operation that produces a value; None for a block argument."""
+    """Returns the operation that produces a value, or None for a block argument."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else as_operation(owner)
 
@@ -186,12 +186,12 @@ def argument_owner(argument: Any) -> Any:
 
 
 def integers(op: Any, key: str) -> list[int]:
-    """Returns the integers of an array attribute; none without it."""
+    """Returns the integers of an array attribute, or none without it."""
     return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
 
 
 def attribute_numbers(attr: Any) -> np.ndarray | None:
-    """Returns a dense attribute as an array; None if jaxlib cannot convert it."""
+    """Returns a dense attribute as an array, or None if jaxlib cannot convert it."""
     try:
         dense = ir.DenseElementsAttr(attr)
         if dense.is_splat:
@@ -208,7 +208,7 @@ def is_constant(value: Any) -> bool:
 
 
 def constant(value: Any) -> np.ndarray | None:
-    """Returns the elements of a constant; None for any other value and for types that jaxlib cannot convert."""
+    """Returns the elements of a constant, or None for other values and types that jaxlib cannot convert."""
     if not is_constant(value):
         return None
     try:

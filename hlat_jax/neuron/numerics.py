@@ -1,4 +1,4 @@
-"""Programs that others have seen compute wrong numbers on Trainium, with the right results; `child` runs them."""
+"""Programs with wrong results on Trainium, as reported by others, and the right results. `child` runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TABLE_COLUMNS = 8192
 
 
 def check(name: str, *, run: Callable[..., dict[str, Any]] | None = None) -> Outcome:
-    """Checks the results of one of `PROGRAMS` on the first device; `run` takes the place of its function in tests."""
+    """Checks the results of one of `PROGRAMS` on the first device. `run` replaces its function in tests."""
     program, arguments, expected = PROGRAMS[name][0]()
     results = (run or jax.jit(program))(*arguments)
     wrong = []

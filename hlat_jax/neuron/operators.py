@@ -305,9 +305,9 @@ def _is_cast_from(kind: str, value: Any, calls: tuple, program: Program, seen: s
 
 
 def row_shift(op: Any, program: Program) -> str:
-    """Returns what an operation shifts along a dimension other than the last, the rows; "" for any other operation.
+    """Returns how an operation shifts rows, along a dimension other than the last, or "" for other operations.
 
-    A shift keeps the number of rows: a convolution, a slice of what was padded, padding of a slice, padding by a
+    A shift keeps the number of rows. It is a convolution, a slice of a padded array, padding of a slice, padding by a
     negative number, or slices that are joined again.
     """
     opcode = op.name.removeprefix("stablehlo.")

@@ -1,9 +1,9 @@
-"""Checks of a program partitioned over devices: collectives, arguments, and the largest array of a device.
+"""Checks collectives, arguments and the largest array of a device in a program partitioned over devices.
 
-Collectives inside a `shard_map` are already in the program. Those that the partitioner adds, and the local shapes, are
-found by running Shardy, which is part of jaxlib and Neuron's partitioner since SDK 2.30, on a copy: for the real number
-of devices, in seconds, without compiling. Collectives that Shardy leaves to XLA's SPMD pass are not in that copy; the
-operations for which it adds permutes are found by the shardings of their values (CC06).
+Collectives inside a `shard_map` are already in the program. Shardy, which is part of jaxlib and Neuron's partitioner
+since SDK 2.30, runs on a copy to find the other collectives and the local shapes. It runs for the real number of
+devices, in seconds, without compiling. Collectives that Shardy leaves to XLA's SPMD pass are not in that copy. The
+operations for which that pass adds permutes are found by the shardings of their values (CC06).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def group_findings(
 ) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CC01 to CC05 for the collectives of a program and those that Shardy adds.
 
-    Also yields INT03 for added collectives; `operators` checks the program's own. `placement` has the device at each
-    place of the mesh, and is empty if they are in their order.
+    Also yields INT03 for added collectives. `operators` checks the program's own. `placement` has the device at each
+    place of the mesh, and is empty if the devices are in their order.
     """
     seen: dict[tuple[bytes, bool], Any] = {}
     placed = np.asarray(placement, np.int64) if len(placement) else None
@@ -111,7 +111,7 @@ def group_findings(
 
 
 def local_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC07, KB11, KB12, and KB13 on cores of two, by what a device has of arrays."""
+    """Yields (rule, what, operation) of CC07, KB11, KB12, and KB13 on cores of two, by a device's part of arrays."""
     for op in owner.operations:
         opcode, hits = op.name.partition(".")[2], []
         kinds = [_local_value(value, owner) for value in op.results if tensor(value) is not None]
@@ -157,9 +157,9 @@ def _with_python_line(op: Any, sharded: Program) -> Any:
 
 
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
-    """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
+    """Returns why pairs [n, (source, target)] are not rings of neighboring cores, or None if they are.
 
-    The 16 chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
+    The 16 chips of a node form a 4 x 4 torus in row-major order. Neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     target_of = dict(pairs.tolist())
@@ -209,7 +209,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
 
 
 def num_shards(program: Program) -> float:
-    """Returns over how many devices the arguments and results of a program are split, on average over their bytes."""
+    """Returns the number of devices that split the arguments and results of a program, averaged over their bytes."""
     types = [pair for key in ("arg_attrs", "res_attrs") for pair in _types(program, key) if pair[0] is not None]
     local_bytes = sum(local.num_bytes for _, local in types)
     return sum(whole.num_bytes for whole, _ in types) / local_bytes if local_bytes else 1

@@ -1,7 +1,7 @@
-"""Requirements of a run on a machine, one function each, which returns an `Outcome`.
+"""Checks the requirements of a run on a machine, with a function for each, which returns an `Outcome`.
 
-A probe takes what it checks (versions, devices, a function that draws, multiplies, sends, ...) as arguments, so that a
-test can pass a faulty one. `exercises` has the arguments for a real machine; `doctor` combines the two.
+The arguments of a probe are the objects to check, such as versions, devices, or a function that draws or multiplies. So
+a test can pass a faulty one. `exercises` has the arguments for a real machine, and `doctor` combines the two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIGMAS = 6.0  # bound on random quantities: a correct device fails with a proba
 
 
 class Outcome(NamedTuple):
-    """Result of a probe: PASSED, FAILED, UNUSED or NOT_HERE, what was found, and what to do unless it passed."""
+    """The result of a probe, PASSED, FAILED, UNUSED or NOT_HERE, with the finding, and advice unless it passed."""
 
     verdict: str
     found: str
@@ -60,9 +60,9 @@ def devices(present: Sequence[Any], *, platform: str, count: int) -> Outcome:
     """Checks the JAX devices of this process.
 
     Args:
-      present: devices with `platform` and `device_kind`.
-      platform: required; "" for any.
-      count: number of devices of the instance; 0: unknown.
+      present: the devices with `platform` and `device_kind`.
+      platform: the required platform, or "" for any.
+      count: the number of devices of the instance, or 0 if it is unknown.
     """
     kinds = sorted({(device.platform, device.device_kind) for device in present})
     names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
@@ -110,7 +110,7 @@ def matmul_accumulation(multiply: Callable[[np.ndarray, np.ndarray, str], np.nda
     """Checks that a product of bf16 matrices is accumulated in fp32, whatever the dtype of the result.
 
     Args:
-      multiply: (a [M, K], b [K, N], dtype of the result) -> [M, N]; fp32 arrays whose values bf16 can hold.
+      multiply: (a [M, K], b [K, N], dtype of the result) -> [M, N], for fp32 arrays of values that bf16 can hold.
     """
     k = 4096
     rng = np.random.default_rng(0)
@@ -165,13 +165,13 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
 
 
 def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, permutes: bool = False) -> Outcome:
-    """Checks the collectives among `size` devices, each in a program of its own.
+    """Checks the collectives among `size` devices, each in a separate program.
 
     Args:
-      run: (name, fp32 [size, size, n], one array [size, n] per device) -> results stacked over devices; per device,
-        for `sum` [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum,
-        `next` and `previous` [size, n] the array that its neighbor in a ring sends it.
-      size: size of the mesh axis; with 1 there are no collectives.
+      run: (name, fp32 [size, size, n], one array [size, n] per device) -> results stacked over devices. On each device,
+        `sum` gives the sum [size, n] of all arrays, and `gather` all arrays [size, size, n]. `scatter` gives its own
+        row [n] of the sum. `next` and `previous` give the array [size, n] of its neighbor in a ring.
+      size: the size of the mesh axis. With 1 there are no collectives.
       permutes: whether `next` and `previous` are among the collectives.
     """
     if size == 1:
@@ -198,7 +198,7 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, perm
 
 
 def donation(step: Callable[[Any], Any], state: Any) -> Outcome:
-    """Checks buffer donation by `step(state)`, which returns state + 1; `state` is a donated array on one device."""
+    """Checks buffer donation by `step(state)`, which returns state + 1, for a donated array `state` on one device."""
     before, want = _address(state), np.asarray(state) + 1
     result = step(state)
     advice = "a run would hold its state twice: plan with half the memory, and report this to the Neuron team"

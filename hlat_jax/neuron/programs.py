@@ -34,9 +34,9 @@ for _name in ("prefill", "decode"):
 
 
 def num_devices(config: Config, *, target: str = "") -> int:
-    """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device.
+    """Returns the number of devices of a config's mesh, for degrees of -1 with one row or head per device.
 
-    With a target, these are at most so many, and as many as its groups of cores do not refuse.
+    With a target, degrees of -1 become smaller until its groups of cores allow them.
     """
     pipe, data, fsdp, context, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
     is_free = -1 in (pipe, data, fsdp, context, tensor)
@@ -52,7 +52,7 @@ def num_devices(config: Config, *, target: str = "") -> int:
 def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> list[lint.Finding]:
     """Returns the findings for one of `compilation.traced_programs`, by its name and its trace.
 
-    Those of the training step, or of its microbatch, are also about the planned memory.
+    Findings for the training step, or for its microbatch, include the planned memory.
     """
     flags = f"{program.config.train.compiler_flags} {os.environ.get('NEURON_CC_FLAGS', '')}"
     options = {"compiler_flags": flags, "placement": [device.id for device in program.layout.mesh.devices.flat]}

@@ -1,4 +1,4 @@
-"""The rules of `neuron.lint`: what Neuron documents as unsupported, why it matters, what to write instead.
+"""The rules of `neuron.lint`, with unsupported operations in Neuron's documents, their effect and alternatives.
 
 A program that runs once can have another severity, because it may run on the host's CPU.
 """
@@ -32,15 +32,14 @@ class Rule:
     """One rule.
 
     Attributes:
-      severity: "error": documented by Neuron as unsupported or computed wrongly; "warning": may fail or be slow;
-        "info": worth knowing.
+      severity: "error" if documented as unsupported or wrong, "warning" if it may fail or be slow, else "info".
       matches: the part of a program that breaks the rule.
-      why: what happens on the device.
-      source: page of the Neuron documentation below awsdocs-neuron.readthedocs-hosted.com/en/v2.32.0, or who found it.
-      once: severity in a program that runs once, such as initialization; None: the same.
-      many: severity in a program for several devices; None: the same.
-      trn1: severity on trn1; None: the same.
-      seen: versions that crash or compute wrongly, and whether that is fixed; "" for what Neuron documents.
+      why: the effect on the device.
+      source: the page below awsdocs-neuron.readthedocs-hosted.com/en/v2.32.0, or who found it.
+      once: the severity in a program that runs once, such as initialization, or None for the same.
+      many: the severity in a program for several devices, or None for the same.
+      trn1: the severity on trn1, or None for the same.
+      seen: the versions that crash or compute wrongly, and whether that is fixed, or "" for documented rules.
     """
 
     severity: str

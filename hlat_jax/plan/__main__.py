@@ -1,7 +1,6 @@
-"""`python -m hlat_jax.plan --config=NAME --instance=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
+"""Plans memory, collectives and speed of a run, `python -m hlat_jax.plan --config=NAME --instance=TYPE --nodes=N`.
 
-Needs no accelerator: the training step is traced for virtual devices. `plan choices` shows the
-implementation of each op, see `plan.ops_command`.
+Needs no accelerator, as the training step is traced for virtual devices. See `plan.ops_command` for `plan choices`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         flags_lib.choose_verb(argv, ["choices"], usage="Usage: plan choices --config=NAME [flags]")
         return ops_command.main(argv[1:])
     if any(word in ("--help", "-h") for word in argv):
-        print("Usage: plan --config=NAME [flags], or plan choices --config=NAME: the implementation of each op.\n")
+        print("Usage: plan --config=NAME [flags], or plan choices --config=NAME for the implementation of each op.\n")
     config, values = parse_config(argv, _define)
     hardware.node(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:

@@ -1,8 +1,7 @@
-"""The collectives of a traced program, without compiling it: kind, mesh axes, bytes and executions.
+"""Finds kind, mesh axes, bytes and executions of the collectives of a traced program without compiling it.
 
-The collectives of forward, backward and ZeRO are written explicitly, inside `shard_map`, so the trace has all of them,
-at the dtypes of the target; a partitioner adds only the scalars of the two global norms. Tests compare them with those
-of compiled programs.
+The collectives of forward, backward and ZeRO are written explicitly inside `shard_map`. So the trace has all of them,
+at the dtypes of the target. A partitioner adds only the scalars of two global norms. Tests compare compiled programs.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      axes: mesh axes along which the devices of a group differ, outermost first; () if no data leaves a device.
-      payload_bytes: bytes of the full arrays on one device, in one execution: the operand of a reduction or a scatter,
-        the result of a gather, what is exchanged or sent.
-      trips: executions in one run of the program: the product of the trip counts of the loops around it.
-      num_arrays: number of its arrays; compilers merge small collectives.
-      op_name: names of the transformations and functions that it comes from.
+      axes: the mesh axes along which the devices of a group differ, outermost first, or () if no data leaves a device.
+      payload_bytes: the bytes of the full arrays on one device, in one execution. They are the operand of a reduction
+        or a scatter, the result of a gather, or the exchanged or sent arrays.
+      trips: the executions in one run of the program, the product of the trip counts of the loops around it.
+      num_arrays: the number of arrays. Compilers merge small collectives.
+      op_name: the names of the transformations and functions that it comes from.
     """
 
     kind: str
@@ -42,7 +41,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in one execution, by the bus factor of the kind."""
+        """The bytes that a device sends in one execution, by the bus factor of the kind."""
         return self.payload_bytes * bus_factor(self.kind, self.group_size)
 
 
@@ -74,7 +73,7 @@ def count_collectives(collectives: Iterable[Collective]) -> dict[tuple[str, tupl
 def bus_factor(kind: str, group_size: int) -> float:
     """Returns the share of the payload that each of `group_size` devices sends.
 
-    Source: the bus factors of AWS's `nccom-test`: all-reduce 2(r - 1)/r, gather, scatter and exchange (r - 1)/r.
+    It is 2(r - 1)/r for all-reduce, and (r - 1)/r for gather, scatter and exchange. Source: AWS's `nccom-test`.
     """
     if kind == "collective-permute":
         return 1.0

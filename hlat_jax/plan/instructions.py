@@ -1,9 +1,9 @@
 """Estimates how many instructions neuronx-cc makes of a program, from the tiles of its operations.
 
-An order of magnitude, not calibrated: no program has been compiled, and no public count of the compiler can be compared
-with it, see `compiler_limits.ESTIMATE_NOTE`. A product is counted as the tensor engine's instructions. Any other
-operation counts as one instruction of another engine per tile of its elements. Broadcasts and reshapes count nothing,
-and neither does the fusion of elementwise operations. A kernel counts as its reference.
+An estimate is an order of magnitude without calibration. No program has been compiled, and no public count of the
+compiler can be compared with it, see `compiler_limits.ESTIMATE_NOTE`. A product is counted as the tensor engine's
+instructions. Any other operation counts as one instruction of another engine per tile of its elements. Broadcasts and
+reshapes count nothing, and neither does the fusion of elementwise operations. A kernel counts as its reference.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Instructions:
     """Estimated instructions of one program on one device.
 
     Attributes:
-      unrolled: of the program with every loop unrolled, as the compiler may do.
-      looped: of the program with every loop kept.
-      largest: of one execution of its largest operation.
+      unrolled: the instructions with every loop unrolled, as the compiler may do.
+      looped: the instructions with every loop kept.
+      largest: the instructions of one execution of the largest operation.
     """
 
     unrolled: int
@@ -39,9 +39,9 @@ class Instructions:
     largest: int
 
     def count_for_limit(self, name: str) -> int:
-        """Returns what is compared with the limit, for a program of this name.
+        """Returns the instructions to compare with the limit, for a program of this name.
 
-        Of `eval` the loops are kept: 11 of 11 pipelined configs that ran elsewhere are above the limit without them.
+        The loops of `eval` are kept, as 11 of 11 pipelined configs that ran elsewhere exceed the limit without them.
         """
         return self.looped if name == "eval" else self.unrolled
 
@@ -50,8 +50,8 @@ def estimate_instructions(jaxpr: Any, *, num_shards: float) -> Instructions:
     """Returns the instructions of a traced program.
 
     Args:
-      jaxpr: of the whole program; shapes inside `shard_map` are those of one device.
-      num_shards: number of devices that an array outside `shard_map` is split over.
+      jaxpr: the jaxpr of the whole program. Shapes inside `shard_map` belong to one device.
+      num_shards: the number of devices over which an array outside `shard_map` is split.
     """
     return total(list(counts(jaxpr, num_shards=num_shards)))
 

@@ -1,4 +1,4 @@
-"""Launches of a step and the arrays of each, counted from the traces of its programs."""
+"""Counts the launches of a step and their arrays from the traces of its programs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hlat_jax.program import RunProgram
 
 
 def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
-    """Returns the arrays and launches of the programs of a step, of norms and evaluation, and what launches cost.
+    """Returns the arrays and launches of the programs of a step, of norms and of evaluation, with the launch costs.
 
     The result is JSON-serializable. Each of `programs` has the numbers of arrays, `inputs` and `outputs`, and the
-    launches `per_step` with their `seconds`. Donated arrays count twice. Seconds are None where nobody measured them.
+    launches `per_step` with their `seconds`. Donated arrays count twice. Seconds are None without a measurement.
     """
     config, mesh = program.config, program.layout.mesh
     traced: dict[str, Callable[[], Any]] = {"train": program.trace_step}
@@ -40,7 +40,7 @@ def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
 
 
 def launch_lines(launches: dict[str, Any]) -> list[str]:
-    """Returns the launches of a step and their arrays, and a warning where a launch has too many."""
+    """Returns the launches of a step and their arrays, and a warning if a launch has too many."""
     programs, cost = launches["programs"], "their fixed cost has not been measured on this device"
     if launches["seconds"] is not None:
         cost = f"at least {launches['seconds'] * 1e3:.1f} ms, as others measured (facts/launch_costs.py)"

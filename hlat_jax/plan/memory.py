@@ -1,4 +1,4 @@
-"""Memory of one device and of one host: the state exactly, temporaries as estimated by `passes.liveness`."""
+"""Memory of one device and of one host, with exact state, and temporaries as estimated by `passes.liveness`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ class DeviceBytes:
     """Bytes of the fullest device, at its peak.
 
     Attributes:
-      params: parameters that the forward pass reads; exact.
-      opt_state: moments, master weights and counters; exact.
-      batch: the rows of one step; exact.
-      gradients: sums over microbatches, in the policy's dtype, not sharded over replicas unless the gradients of each
-        microbatch are reduced; exact, and part of the temporaries.
-      activations: values kept for the backward pass; estimated. Where the layers run in a loop, the peak of what loops
-        keep besides the sums, including the gradients of one microbatch; where they are unrolled, the peak of what the
-        forward pass keeps, including the logits.
-      workspace: the rest of the temporaries; estimated.
-      logits: logits of one microbatch on this device in fp32, for information; part of the workspace if the loss is
-        dense.
-      programs: what the loaded programs of a step take of a Neuron device: code by the estimate of their instructions,
-        and rings; 0 elsewhere, and where it is not asked for.
-      temporaries_error: how much lower the estimate of temporaries may be than what is allocated, as a share of that.
+      params: the exact bytes of the parameters that the forward pass reads.
+      opt_state: the exact bytes of moments, master weights and counters.
+      batch: the exact bytes of the rows of one step.
+      gradients: the exact bytes of the sums over microbatches in the policy's dtype, a part of the temporaries. They
+        are sharded over replicas only if the gradients of each microbatch are reduced.
+      activations: the estimated bytes of values kept for the backward pass. If the layers run in a loop, they are the
+        peak in loops without the sums, with the gradients of one microbatch. If the layers are unrolled, they are the
+        peak kept by the forward pass, with the logits.
+      workspace: the estimated bytes of the rest of the temporaries.
+      logits: the bytes of one microbatch's logits on this device in fp32, part of the workspace if the loss is dense.
+      programs: the bytes of the loaded programs of a step on a Neuron device, code by the estimate of their
+        instructions and rings. It is 0 elsewhere, and by default.
+      temporaries_error: the share of the allocated temporaries by which their estimate may be too low.
     """
 
     params: int
@@ -73,10 +72,10 @@ class DeviceBytes:
 
 
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
-    """Returns the bytes on one device; `jaxpr` is that of the step traced as one program.
+    """Returns the bytes on one device. `jaxpr` is the trace of the step as one program.
 
-    Where microbatches are dispatched, the programs of a microbatch and of the update are traced here: the temporaries
-    are those of the larger one, and the sums, which both take.
+    If microbatches are dispatched, the programs of a microbatch and of the update are traced here. The temporaries are
+    the larger of the two, and the sums, which both take.
     """
     config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
     peak = _dispatched_peak(program) if program.accumulate == "programs" else None
@@ -118,19 +117,19 @@ def _dispatched_peak(program: RunProgram) -> liveness.Peak:
 
 
 def program_bytes(counts: Iterable[int]) -> int:
-    """Returns what programs of so many instructions reserve of a Neuron device: their code, and rings."""
+    """Returns the bytes that programs of so many instructions reserve on a Neuron device for code and rings."""
     return measured_rates.INSTRUCTION_BYTES * sum(counts) + measured_rates.RING_BYTES
 
 
 def checkpoint_bytes(state: Any) -> int:
-    """Returns the bytes of a checkpoint of a state: every array once."""
+    """Returns the bytes of a checkpoint of a state, with every array once."""
     return sum(leaf.dtype.itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
 def host_bytes(state: Any, num_devices: int) -> int:
     """Returns the most bytes of state that one node of `num_devices` devices copies to its host during a save.
 
-    These are the shards on the first node, each once, whichever node writes it.
+    These are the shards on the first node, each counted once, whichever node writes it.
     """
 
     def on_node(leaf):

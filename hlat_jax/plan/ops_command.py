@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.plan choices --config=NAME`: shows which implementation of each op a run uses, and why."""
+"""Shows which implementation of each op a run uses, and why, `python -m hlat_jax.plan choices --config=NAME`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLATFORMS = ("cpu", "cuda", "neuron")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the implementation of each op of a config; returns the exit code."""
+    """Prints the implementation of each op of a config, and returns the exit code."""
     config, values = parse_config(argv, _define)
     if values.platform:
         os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices

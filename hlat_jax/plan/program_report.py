@@ -1,6 +1,6 @@
-"""Report of a training program: its table of passes, collectives, bytes, compile time.
+"""Reports the passes, collectives, bytes and compile time of a training program.
 
-It is read from the trace of the training step and from the step compiled for the devices of this process.
+The report comes from the trace of the training step and from the step compiled for the devices of this process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Report:
 
     Attributes:
       passes: the table of `TrainingProgram.report`.
-      memory: bytes of one device, as XLA's `memory_analysis` has them.
-      predicted_bytes: temporaries, as `liveness` estimates them from the trace alone.
+      memory: the bytes of one device from XLA's `memory_analysis`.
+      predicted_bytes: the temporaries that `liveness` estimates only from the trace.
     """
 
     passes: str
@@ -53,11 +53,12 @@ class Report:
 
 
 def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
-    """Returns the report of a program; compiles its step.
+    """Compiles the step of a program, and returns its report.
 
     Args:
-      state: arrays, or their shapes and shardings.
-      batch: arrays, or their shapes and shardings.
+      program: the training program.
+      state: the arrays of the state, or their shapes and shardings.
+      batch: the arrays of the batch, or their shapes and shardings.
     """
     arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.train_step.options.active_replica_sync
     traced = program.train_step.step.trace(*arguments)
@@ -81,7 +82,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
 
 
 def place(collective: Collective) -> str:
-    """Returns the place of a collective in a step: forward, backward or outside, and whether in a loop."""
+    """Returns the place of a collective in a step, forward, backward or outside, and whether it is in a loop."""
     name = collective.op_name
     where = "backward" if "transpose(" in name else "forward" if "jvp(" in name else "outside"
     return where + (" loop" if collective.trips > 1 else "")

@@ -1,6 +1,6 @@
-"""A plan: memory, collectives and projected speed of a run, as a dict of plain values, and that dict as text.
+"""Plans memory, collectives and projected speed of a run, as a dict of plain values and as text.
 
-Sizes are in bytes, times in seconds; every speed is labelled a projection.
+Sizes are in bytes, and times in seconds. Every speed is labelled a projection.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: name of a node, as for `hardware.node`.
-      disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
-      price_per_hour: price of one node, 0 where it is unknown.
+      target: the name of a node for `hardware.node`.
+      disk_bytes_per_s: the bandwidth of one node to the checkpoint's disk.
+      price_per_hour: the price of one node, or 0 if it is unknown.
     """
 
     target: str
@@ -60,11 +60,11 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: several nodes of a single machine, or as `degrees.layout_over`.
+      ValueError: the site has several nodes of a single machine, or `degrees.layout_over` raises.
     """
     target = hardware.node(site.target)
     if site.nodes > 1 and not target.network:
-        raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
+        raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine. Use --nodes=1.")
     return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
 
 
@@ -72,7 +72,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     """Returns the plan of a config on a site, JSON-serializable.
 
     Raises:
-      ValueError: degrees that do not fit the devices or the model, or a batch that they do not divide.
+      ValueError: the degrees do not fit the devices or the model, or do not divide the batch.
     """
     requested = config.model.remat
     program = budget_lib.choose_by_estimate(make_program(config, site_layout(config, site)))
@@ -143,7 +143,7 @@ def layout_dict(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:
-    """Returns the lines that `train` prints before it compiles its step; `budget`: bytes of one device."""
+    """Returns the lines that `train` prints before it compiles its step. `budget` is the bytes of one device."""
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
     lines = [memory_line(memory, budget)]
@@ -184,9 +184,9 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
 
 
 def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
-    """Returns program -> estimated instructions, for a step and, where validation is on, `eval`.
+    """Returns program -> estimated instructions, for a step and, if validation is on, `eval`.
 
-    What is outside `shard_map` is split as the moments are.
+    Arrays outside `shard_map` are split like the moments.
     """
     updated = program.abstract_state["opt_state"]
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
@@ -317,7 +317,7 @@ def _attention_lines(attention: dict[str, Any]) -> list[str]:
 
 
 def instruction_lines(estimates: dict[str, Any]) -> list[str]:
-    """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
+    """Returns the estimated instructions of the programs, and a warning with advice if they exceed a limit."""
     programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
     name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
     largest = max(counts["largest"] for counts in programs.values())

@@ -1,10 +1,10 @@
-"""Projection of the time of a step, from its trace and the table of targets; nothing is measured.
+"""Projects the time of a step from its trace and the table of targets, without measurements.
 
-The roofline: every product runs at the device's peak or at the speed of its memory, whichever is slower, and reads
-its operands and writes its result once; elementwise work is fused into products. The update reads and writes the
-state once. Collectives run one after another at the full speed of the slowest link on their path, with a latency per
-step of a binary tree. A real step is slower: no compiler reaches these speeds everywhere. On Neuron, products and
-update are therefore divided by an efficiency, fitted once on published rows of each training library, see `STACKS`.
+In the roofline every product runs at the device's peak or at the speed of its memory, whichever is slower. It reads its
+operands and writes its result once, and elementwise work is fused into it. The update reads and writes the state once.
+Collectives run one after another at the full speed of the slowest link on their path, with a latency per step of a
+binary tree. A real step is slower, as no compiler reaches these speeds everywhere. So on Neuron, products and update
+are divided by an efficiency, fitted once on published rows of each training library, see `STACKS`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Calibration:
     """An efficiency that was fitted on the published steps of one training library.
 
     Attributes:
-      chip: that the steps ran on.
-      efficiency: speed of products and update relative to the roofline.
-      step_range: smallest and largest published step over the projected one, each model held out.
+      chip: the chip that ran the steps.
+      efficiency: the speed of products and update relative to the roofline.
+      step_range: the smallest and the largest published step over the projected one, each model held out.
     """
 
     chip: str
@@ -57,13 +57,13 @@ class Seconds:
     """Parts of a projected step.
 
     Attributes:
-      products: forward, backward, recomputation and idle ticks of a pipeline, at full speed.
-      update: optimizer update, at full speed.
-      link: collectives inside a node.
-      network: collectives between nodes.
-      flops: FLOPs of the products on one device, including recomputation and idle ticks.
-      efficiency: speed of products and update relative to the roofline.
-      launch: fixed cost of the launches of a step, see `launches`; 0 where it is unknown.
+      products: the time of forward, backward, recomputation and idle ticks of a pipeline, at full speed.
+      update: the time of the optimizer update, at full speed.
+      link: the time of collectives inside a node.
+      network: the time of collectives between nodes.
+      flops: the FLOPs of the products on one device, with recomputation and idle ticks.
+      efficiency: the speed of products and update relative to the roofline.
+      launch: the fixed cost of the launches of a step, see `launches`, or 0 if it is unknown.
     """
 
     products: float
@@ -76,27 +76,27 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """Time of a step with nothing overlapped."""
+        """The time of a step without overlap."""
         return (self.products + self.update) / self.efficiency + self.link + self.network + self.launch
 
     @property
     def roofline(self) -> float:
-        """Time of a step with products and update at full speed and nothing overlapped."""
+        """The time of a step with products and update at full speed, without overlap."""
         return dataclasses.replace(self, efficiency=1.0).step
 
     @property
     def overlapped_step(self) -> float:
-        """Time of a step with all collectives overlapped by the products and the update."""
+        """The time of a step with all collectives overlapped by the products and the update."""
         return max((self.products + self.update) / self.efficiency, self.link + self.network) + self.launch
 
 
 def stacks_of(target: Instance) -> tuple[str, ...]:
-    """Returns the training libraries that a projection on a target is calibrated by, its own first; () without any."""
+    """Returns the training libraries that calibrate a projection on a target, its own first, or () without any."""
     return STACKS_OF.get(chip_of(target.target), STACKS_OF["trn2"]) if target.platform == "neuron" else ()
 
 
 def efficiency(target: Instance) -> float:
-    """Returns the efficiency of products and update on a target; 1.0 on targets without published rows of its kind."""
+    """Returns the efficiency of products and update on a target, 1.0 without published rows of its kind."""
     return next((STACKS[name].efficiency for name in stacks_of(target)), 1.0)
 
 

@@ -1,8 +1,7 @@
-"""Other layouts for the same nodes that fit, ranked by projected step time.
+"""Ranks other layouts for the same nodes that fit by projected step time.
 
-A step takes seconds to trace, so an estimate by arithmetic chooses which layouts to trace: of the bytes it leaves out
-loaded programs, and temporaries other than gradients and kept activations, and of the time elementwise work and small
-collectives.
+A step takes seconds to trace, so an estimate by arithmetic chooses the layouts to trace. Its bytes leave out loaded
+programs and temporaries except gradients and kept activations, its time elementwise work and small collectives.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def rank_layouts(
 ) -> dict[str, Any]:
     """Returns layouts for these nodes that surely fit, each with its best schedule.
 
-    Layouts are planned in the order of their estimated step time, or bytes if the speed of the target is unknown, until
-    `most` fit or `max_plans` are planned; `status` is kept up to date.
+    Layouts are planned in the order of their estimated step time, or bytes if the speed of the target is unknown. The
+    search ends if `most` fit or `max_plans` are planned. `status` is kept up to date.
 
     Returns:
-      {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
-      of combinations, "planned": number of plans, "budget": bytes of a device}.
+      A dict. "rows" has the best first, and rows with disputed groups last. "by" is "step_s" or "total", "budget" the
+      bytes of a device. "layouts" and "planned" are the numbers of combinations and of plans.
     """
     target = hardware.node(site.target)
     budget = target.device.program_bytes
@@ -86,9 +85,9 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
 def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
     """Yields (estimate, config) for every layout that passes all checks, with tensor inside a node.
 
-    ZeRO-1 and sequence parallelism are on where the degrees allow them. The schedules are every number of microbatches
-    that divides the rows of a device and every rematerialization. On Neuron the groups of cores are those that
-    collectives support, see `core_groups`.
+    ZeRO-1 and sequence parallelism are on if the degrees allow them. The schedules are every number of microbatches
+    that divides the rows of a device and every rematerialization. On Neuron only groups of cores that collectives
+    support are used, see `core_groups`.
     """
     target = hardware.node(site.target)
     context = max(1, config.parallel.context)
@@ -125,8 +124,8 @@ class Estimate:
     """An estimate of a plan by arithmetic.
 
     Attributes:
-      total: bytes of one device.
-      step_s: seconds of a projected step with nothing overlapped; 0 if the speed of the target is unknown.
+      total: the bytes of one device.
+      step_s: the seconds of a projected step without overlap, or 0 if the speed of the target is unknown.
     """
 
     total: int
@@ -182,7 +181,7 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
 
 
 def ranking_table(result: dict[str, Any], where: str) -> str:
-    """Returns the result of `rank_layouts` for nodes called `where` as a table, or why there is none."""
+    """Returns the result of `rank_layouts` for nodes called `where` as a table, or a line if no layout fits."""
     planned, layouts = result["planned"], f"{result['layouts']:,}"
     if not result["rows"]:
         budget = format_bytes(result["budget"])

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.run goodput RUN`: what the time of a run went to."""
+"""Prints the time of a run by category, `python -m hlat_jax.run goodput RUN`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ counts, training done again after a fault, compilation and so on. RUN is a run f
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the verb; returns the exit code."""
+    """Runs the verb and returns the exit code."""
     flags_lib.choose_verb(argv, ["goodput"], usage=USAGE)
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)

@@ -1,10 +1,10 @@
 """Resolves `model.remat="budget:12GiB"` to the values that are saved, before the step is compiled.
 
-The budget is for the temporaries of the whole step on one device, as the compiler counts them; where microbatches are
-dispatched, for those of the program with a forward and a backward pass, and what is kept between programs. It is
-resolved to `saved:NAME,...`, an ordinary value of `model.remat`, which is printed, recorded in the run folder, and
-reused when the run resumes. It is chosen again for another budget, mesh, device, version of JAX, or way to split the
-step into programs, or if the step no longer has values of these names.
+The budget limits the temporaries of the whole step on one device, as the compiler counts them. If microbatches are
+dispatched, it limits the temporaries of the program with a forward and a backward pass, and the arrays kept between
+programs. The result is `saved:NAME,...`, an ordinary value of `model.remat`, which is printed, recorded in the run
+folder, and reused if the run resumes. Another budget, mesh, device, version of JAX or split of the step into programs
+needs a new choice. So does a step that no longer has values of these names.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pi
 
 
 def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
-    """Returns the program with its budget replaced by a choice, and the record of it; (program, None) without a budget.
+    """Returns the program with its budget replaced by a choice, and the record of it, or (program, None) without one.
 
-    Every process compiles the same trial programs; the largest measurement of all processes decides. `recorded` is the
-    record in the checkpoint that the run resumes from, if there is one.
+    Every process compiles the same trial programs, and the largest measurement of all processes decides. `recorded` is
+    the record in the checkpoint from which the run resumes, if there is one.
 
     Raises:
       ValueError: none of the trial programs fits the budget.
@@ -57,7 +57,7 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
             again = _with_remat(program, recorded["choice"])
             _trace(again)
         except MissingValues:
-            say("remat", "chosen again: the step no longer has the values of the checkpoint's choice")
+            say("remat", "chosen again, as the step no longer has the values of the checkpoint's choice")
         else:
             say("remat", f"{recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
@@ -69,16 +69,16 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
     say(
         "remat",
         f"{record['choice']}\nfor {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
-        f"{format_bytes(plan.plain[0])} without remat; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} "
+        f"{format_bytes(plan.plain[0])} without remat, {plan.recompute_share:+.1%} FLOPs, {plan.compilations} "
         f"compilations in {plan.seconds:.0f} s",
     )
     return _with_remat(program, record["choice"]), record
 
 
 def choose_by_estimate(program: RunProgram) -> RunProgram:
-    """Returns the program with the choice that fits the budget by the planner's estimate of memory; compiles nothing.
+    """Returns the program with the choice that fits the budget by the planner's estimate of memory. Compiles nothing.
 
-    If no choice fits by that estimate, it is full rematerialization; the plan reports the excess.
+    If no choice fits by that estimate, the choice is full rematerialization, and the plan reports the excess.
     """
     if not has_budget(program.config):
         return program

@@ -1,6 +1,6 @@
 """Compiles the programs of a run ahead of time, and records them in the run folder.
 
-The shapes follow from the config: an argument of another shape is an error and does not compile another program.
+The shapes follow from the config. An argument of another shape is an error and does not compile another program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fingerprint(lowered: Any) -> str:
 
 
 def named_programs(program: RunProgram, word: str) -> list[str]:
-    """Returns the names of programs: "all" stands for those of a run, "generate" for prefill and decode."""
+    """Returns names of programs. "all" stands for all programs of a run, "generate" for prefill and decode."""
     if word == "all":
         return programs_of_run(program)
     return ["prefill", "decode"] if word == "generate" else [word]
@@ -56,7 +56,7 @@ def named_programs(program: RunProgram, word: str) -> list[str]:
 def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
     """Returns name -> function that traces the program, including those that this run does not compile.
 
-    The shapes of generation are those of the run's samples.
+    The shapes of generation are the shapes of the run's samples.
     """
     config, layout = program.config, program.layout
     state, *_ = program.step_arguments
@@ -99,7 +99,7 @@ class Compilations:
             program = lowered.compile(compiler_options=self._options or None)
         except jax.errors.JaxRuntimeError as error:
             if reason := compiler_killed(str(error)):
-                raise OSError(f"the program {name!r} was not compiled: {reason}.") from error
+                raise OSError(f"the program {name!r} was not compiled, as {reason}.") from error
             raise
         self._entries[name] = {
             "sha256": sha256,
@@ -109,13 +109,13 @@ class Compilations:
         return program
 
     def write(self, workdir: pathlib.Path) -> None:
-        """Updates the record in a run folder; programs that were not compiled this time keep their entries."""
+        """Updates the record in a run folder. Programs that were not compiled this time keep their entries."""
         whole = read_record(workdir) | self._entries
         write_json(workdir / RECORD_FILE, whole)
 
 
 def compiled_step(compilations: Compilations) -> Any:
-    """Returns the compiled training step; prints the estimated memory before and the actual memory afterwards."""
+    """Returns the compiled training step. Prints the estimated memory before and the actual memory afterwards."""
     began, program = time.monotonic(), compilations.program
     for line in short_plan(program, budget=device_memory(program.layout.mesh.local_devices[0])):
         print(line)
@@ -149,7 +149,7 @@ def _decode_arguments(program: RunProgram) -> tuple[tuple[Any, Any], GenerationS
 
 
 def read_record(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns the record of a run folder by program; empty if there is no valid one."""
+    """Returns the record of a run folder by program, empty without a valid record."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(workdir / RECORD_FILE, kind=dict[str, _Entry])
     return {}

@@ -10,7 +10,7 @@ from hlat_jax.host.console import labelled
 
 
 def num_params(m: ModelConfig) -> int:
-    """Returns the number of parameters; a tied embedding counts once."""
+    """Returns the number of parameters. A tied embedding counts once."""
     norms = ((2 + m.out_bias) * m.num_layers + 1) * m.embed_dim  # and the bias of the attention's output
     of_heads = m.qkv_bias * (m.num_heads + 2 * m.num_kv_heads) + m.qk_norm * 2  # biases and norms
     tables = m.vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
@@ -24,7 +24,7 @@ def num_hidden_params(m: ModelConfig) -> int:
 
 
 def flops_per_token_6n(m: ModelConfig) -> float:
-    """Returns training FLOPs per token by the 6N rule: 6 per parameter, without attention scores.
+    """Returns training FLOPs per token by the 6N rule, 6 * num_params, without attention scores.
 
     Source: Kaplan et al., arXiv 2001.08361, section 2.1.
     """
@@ -32,7 +32,7 @@ def flops_per_token_6n(m: ModelConfig) -> float:
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> float:
-    """Returns 6N plus attention scores over the full square, or the window: 12 * heads * head_dim * keys, over layers.
+    """Returns training FLOPs per token, 6N + 12 * layers * heads * head_dim * keys, with seq_len keys or the window.
 
     Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
     """
@@ -48,7 +48,7 @@ def policy_state_bytes(m: ModelConfig, policy: str, *, optimizer: str) -> int:
 
 
 def describe(config: Config) -> str:
-    """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
+    """Returns the parameters, FLOPs, tokens and bytes of state of a config, by formula."""
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     optimizer = config.optimizer

@@ -44,13 +44,13 @@ def check_settings(config: Config, workdir: pathlib.Path) -> None:
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
-    """Raises ValueError if the settings of the checkpoint at `step` in `workdir` differ from those of the run."""
+    """Raises ValueError if the settings of a run differ from its checkpoint's at `step` in `workdir`."""
     if drift := drift_of(saved, current, step=step):
         lines = "\n  ".join(drift)
         remedy = "give the changed run another folder with --workdir."
         if not drift_of(saved, current, step=step, branch=True):
             remedy = (
-                "continue with the new ones in another folder: --workdir=NEW_FOLDER "
+                "continue with the new ones in another folder:\n  --workdir=NEW_FOLDER "
                 f"--config.train.branch_from={workdir}@{step}"
             )
         raise ValueError(
@@ -59,10 +59,10 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, w
 
 
 def drift_of(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
-    """Returns a line for each setting that differs and must not, or, of a `branch`, is not in BRANCH_MAY_CHANGE.
+    """Returns a line for each setting that must not differ, for a `branch` all but BRANCH_MAY_CHANGE.
 
-    A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
-    setting of JAX or of the tokenizer as its current value.
+    A config key that is newer than the checkpoint counts as its default. A newer op counts as its current
+    implementation, and a newer setting of JAX or of the tokenizer as its current value.
     """
     saved = saved | {"config": complete(saved["config"])}
     for group in ("implementations", "jax", "tokenizer"):
@@ -93,6 +93,6 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
 
 
 def complete(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns recorded sections with new keys at their defaults, without those that are gone and changed nothing."""
+    """Returns recorded sections with new keys at their defaults, without removed keys that changed nothing."""
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
     return kept | {name: keys | without_gone(name, kept.get(name, {})) for name, keys in defaults.items()}

@@ -1,8 +1,8 @@
-"""The ledger of a run: what every second since its first start went to, over all restarts.
+"""Accounts for every second of a run since its first start by category, over all restarts.
 
 A life is one process 0 of the run, from its start to its end. It appends events to EVENTS_FILE, and a thread replaces
-ALIVE_FILE by its account each second; one that was killed leaves that file behind, and the next life enters it. So what
-a killed life did after its last entry, a second at most, counts as stopped. See docs/reliability.md.
+ALIVE_FILE by the account of the life each second. A killed life leaves that file, and the next life enters it in the
+events. So a killed life's time after its last account, a second at most, counts as stopped. See docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _KINDS = {"start": _StartEvent, "saved": _StepEvent, "rewound": _StepEvent, "die
 
 
 class Ledger:
-    """The ledger of process 0, for the length of a `with` block; it begins with `begin` or the first event."""
+    """The ledger of process 0 within a `with` block, which begins with `begin` or the first event."""
 
     def __init__(self, workdir: pathlib.Path, watchdog: Watchdog):
         """Changes nothing."""
@@ -96,7 +96,7 @@ class Ledger:
         return self
 
     def begin(self) -> None:
-        """Enters this start, and how the life before ended if it could not."""
+        """Enters this start, and the death of the previous life if that life could not."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -121,7 +121,7 @@ class Ledger:
             (self._workdir / ALIVE_FILE).unlink(missing_ok=True)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Appends an event to the file, and returns once it is on the disk."""
+        """Appends an event to the file, and returns after it is on the disk."""
         self.begin()
         line = json.dumps({"event": name, "time": time.time(), **fields}).encode() + b"\n"
         with open(self._workdir / EVENTS_FILE, "ab+") as file:
@@ -132,7 +132,7 @@ class Ledger:
             to_disk(file)
 
     def goodput(self) -> Goodput:
-        """Returns what the time of the run went to, up to now."""
+        """Returns the time of the run by category, up to now."""
         self.begin()
         return _partition([*self._earlier, self._life()])
 
@@ -166,11 +166,11 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """What the time of a run went to, from its first start to its last entry.
+    """The time of a run by category, from its first start to its last entry.
 
     Attributes:
-      seconds: each of `CATEGORIES` -> seconds; they partition that time.
-      num_starts: lives of the run.
+      seconds: each of `CATEGORIES` -> seconds. They add up to that time.
+      num_starts: the number of lives of the run.
     """
 
     seconds: dict[str, float]
@@ -182,7 +182,7 @@ class Goodput:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Category -> share of the time."""
+        """Each category -> its share of the time."""
         return {name: seconds / max(self.total_s, 1e-9) for name, seconds in self.seconds.items()}
 
     def line(self) -> str:
@@ -197,14 +197,14 @@ class Goodput:
 
 
 def goodput(workdir: pathlib.Path) -> Goodput:
-    """Returns what the time of a run went to, up to its end or, while it runs, its last entry.
+    """Returns the time of a run by category, up to its end or, while it runs, its last entry.
 
     Raises:
       ValueError: the folder has no ledger.
     """
     lives, left = _recorded_lives(workdir), _unfinished_life(workdir)
     if not lives:
-        raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
+        raise ValueError(f"{workdir} has no {EVENTS_FILE}. It is not a run folder, or an older version wrote it.")
     if left is not None and "spent" not in (life := lives.get(_process(left), left)):
         life.update(left)
     return _partition(list(lives.values()))
@@ -230,7 +230,7 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
 
 
 def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the events of a run, in order; a torn or damaged line is left out."""
+    """Returns the events of a run in order, without torn or damaged lines."""
     lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
     return [line.row for line in lines if line.row is not None]
 

@@ -1,4 +1,4 @@
-"""Memory of this machine: checks that a config fits it, before anything is compiled."""
+"""Checks that a config fits the memory of this machine, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fitting_program(config: Config, devices: Sequence[jax.Device]) -> RunProgram
     """Returns the program of the config over `devices`, after checks of memory and batch size.
 
     Raises:
-      ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
+      ValueError: memory is too small, degrees do not fit the devices, or the batch does not divide.
     """
     memory = sum(device_memory(device) for device in devices)
     params = costs.num_params(config.model)
@@ -49,7 +49,7 @@ def fitting_program(config: Config, devices: Sequence[jax.Device]) -> RunProgram
 
 
 def device_memory(device: jax.Device) -> int:
-    """Returns the memory of a device in bytes: from the backend, `facts.hardware`, or a share of host memory."""
+    """Returns the memory of a device in bytes from the backend or `facts.hardware`, else a share of host memory."""
     if device.process_index != jax.process_index():  # another node's: only its own process can read the statistics
         device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}

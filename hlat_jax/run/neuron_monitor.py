@@ -1,4 +1,4 @@
-"""Utilization, memory and errors of the Neuron devices of this node, read from neuron-monitor while a run trains.
+"""Reads utilization, memory and errors of the Neuron devices of this node from neuron-monitor while a run trains.
 
 neuron-monitor writes one JSON object per line and period. A group of metrics may be missing, or have an `error` text in
 place of values. Source: AWS Neuron docs, neuron-monitor user guide. Field names follow that guide.
@@ -32,9 +32,9 @@ _COUNTED = ("device_errors", "device_numerical_errors")  # of a period in a repo
 
 
 def fields_of(report: Any, *, pid: int) -> dict[str, float]:
-    """Returns those of FIELDS that one object of neuron-monitor has, errors as counts of its period.
+    """Returns the FIELDS that one object of neuron-monitor has, with errors as counts of its period.
 
-    They are of the process `pid`; where there is no such process, as in a container, all are read together.
+    They belong to the process `pid`. If there is no such process, as in a container, all processes are read together.
     """
     values: dict[str, list[float]] = {name: [] for name in FIELDS}
 
@@ -81,7 +81,7 @@ def _list(value: Any) -> list[Any]:
 
 
 class NeuronMonitor:
-    """Runs neuron-monitor, where it is wanted and installed, and keeps its newest report.
+    """Runs neuron-monitor, if it is configured and installed, and keeps its newest report.
 
     A monitor that is missing, fails or ends is reported in one line and does not end the run.
     """
@@ -95,7 +95,7 @@ class NeuronMonitor:
             return
         path = shutil.which(COMMAND) or shutil.which(COMMAND, path="/opt/aws/neuron/bin")
         if path is None:
-            say(COMMAND, "not found: no utilization of the devices in metrics.jsonl (metrics.neuron_monitor)")
+            say(COMMAND, "not found, so metrics.jsonl has no utilization of the devices (metrics.neuron_monitor)")
             return
         try:  # in a session of its own: Ctrl-C is for the run
             self._process = subprocess.Popen(
@@ -109,7 +109,7 @@ class NeuronMonitor:
         self._thread.start()
 
     def row_fields(self) -> dict[str, float]:
-        """Returns the FIELDS of the newest report, for a row; none before the first, or after the monitor ended."""
+        """Returns the FIELDS of the newest report for a row, or none before the first and after the monitor's end."""
         return dict(self._newest)
 
     def close(self) -> None:
@@ -139,4 +139,4 @@ class NeuronMonitor:
             self._newest = fields
         self._newest = {}  # what ended knows nothing of the steps that follow
         if self._process is not None:
-            say(COMMAND, f"ended with code {process.wait()}: no utilization of the devices from here on")
+            say(COMMAND, f"ended with code {process.wait()}, so rows have no utilization from here on")

@@ -1,4 +1,4 @@
-"""Steps that are not finite, have no target or are spikes, and states that are not finite: they may end a run."""
+"""Counts steps that are not finite, have no target or are spikes, and ends a run after too many in a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hlat_jax.store.checkpoint_checks import not_finite
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row not finite or without a target, or a non-finite state due to be saved or exported."""
+    """Too many steps in a row were not finite or had no target, or the state to save or export is not finite."""
 
 
 def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
@@ -23,9 +23,8 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(progress.state)).items()}
     if problem := not_finite(norms):
         raise NonFiniteError(
-            f"after step {progress.step} {problem}; nothing was saved or exported. The same command resumes from "
-            f"{_newest_saved(progress)}. If it ends here again, start again with a lower optimizer.peak_lr in another "
-            "--workdir."
+            f"after step {progress.step} {problem}, so nothing was saved or exported. Run the same command to resume "
+            f"from {_newest_saved(progress)}, or start again with a lower optimizer.peak_lr in another --workdir."
         )
     return norms
 
@@ -41,15 +40,15 @@ def judge(run: Run, progress: Progress, *, metrics: StepMetrics, row: dict[str, 
     if metrics.finite:
         progress.num_nonfinite = 0
     elif not metrics.num_tokens:  # a mean over nothing says nothing about the state
-        print(f"step {step}: no target in its batch, all of it prompts or padding; update skipped")
+        print(f"step {step}: only prompts or padding in its batch and no target, update skipped")
     else:
         progress.num_nonfinite += 1
-        print(f"step {step}: {_describe(row)}; update skipped")
+        print(f"step {step}: {_describe(row)}, update skipped")
     if metrics.spike:
         skipped = run.config.train.spikes == "skip"
         run.ledger.event("spike", step=step, loss=row["loss"], grad_norm=row["grad_norm"], skipped=skipped)
         values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
-        print(f"step {step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
+        print(f"step {step}: a spike, {values}, {'update skipped' if skipped else 'trained on'}")
     if max(progress.num_nonfinite, progress.num_without_target) >= run.config.train.max_nonfinite_steps:
         _stop(run, progress, row)
 
@@ -60,20 +59,20 @@ def _stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     distributed.barrier()  # the rows are on the disk before any process ends the others
     batch = row.get("batch", row["step"])
     peek = f"python -m hlat_jax.data peek --config=... --workdir=... --step={batch}"
-    advice = f"Look at that batch, {peek} with the flags of the run, raise train.max_nonfinite_steps"
+    advice, look = "Raise train.max_nonfinite_steps", f" With the flags of the run, look at that batch:\n  {peek}"
     if progress.num_without_target:
         steps = count_text(progress.num_without_target, "step")
         raise NonFiniteError(
-            f"the batches of {steps} in a row had no target, the last one at step {row['step']}: all of it is "
-            f"prompts or padding, and updates nothing. {advice} where later batches have answers, raise "
-            "data.seq_len or data.batch_size, or give data.train shorter prompts."
+            f"the batches of {steps} in a row had only prompts or padding and no target, the last one at step "
+            f"{row['step']}. {advice} if later batches have answers, raise data.seq_len or data.batch_size, or give "
+            f"data.train shorter prompts.{look}"
         )
     if not math.isfinite(row["param_norm"]):
-        advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
+        advice, look = f"As the weights are damaged, run the same command to resume from {_newest_saved(progress)}", ""
     raise NonFiniteError(
-        f"{count_text(progress.num_nonfinite, 'step')} in a row not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {_describe(row)}. Their updates were skipped. {advice}, or start again with a lower "
-        "optimizer.peak_lr in another --workdir."
+        f"{count_text(progress.num_nonfinite, 'step')} in a row not finite and skipped, the last one step "
+        f"{row['step']} (batch {row['batch_hash']}, {_describe(row)}). {advice}, or start again with a lower "
+        f"optimizer.peak_lr in another --workdir.{look}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Opens a run: its inputs, where it starts, and its compiled programs; returns all that the loop is given."""
+"""Opens a run with its inputs, its starting state and its compiled programs for the loop."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from hlat_jax.weights.trained import Weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a run starts from: a checkpoint, weights, or, without either, its own initialization.
+    """The start of a run from a checkpoint, from weights, or, without either, from its own initialization.
 
     Attributes:
-      restored: the checkpoint, of this run or the one of `train.branch_from`.
-      is_own: whether that is a checkpoint of this run, which resumes.
+      restored: the checkpoint, from this run or from `train.branch_from`.
+      is_own: whether the checkpoint is from this run, which resumes.
       weights: the weights of `train.init_from`, not read yet.
     """
 
@@ -69,16 +69,18 @@ def open_run(
     begin_again: bool = False,
     given: Collection[str] = (),
 ) -> tuple[Run, Progress] | None:
-    """Returns a run and its progress, ready for the next step; None if the run is complete.
+    """Returns a run and its progress, ready for the next step, or None if the run is complete.
 
     Args:
-      program: of the run, over the devices of this job.
-      workdir: the run folder; locked, and created if missing.
-      begin_again: whether to train from step 0 where all checkpoints of the run are lost.
-      given: keys of the command line, see `resume.open_init`.
+      program: the program of the run, over the devices of this job.
+      workdir: the run folder, which is locked, and created if missing.
+      signals: the signals that stop the run, and its watchdog.
+      stack: the stack that closes all that is opened.
+      begin_again: whether to train from step 0 if all checkpoints are lost.
+      given: the config keys given on the command line, see `resume.open_init`.
 
     Raises:
-      ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
+      ValueError: the config, data, machine or folder cannot be used to train. Nothing was changed.
     """
     inputs = open_inputs(program, workdir, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
@@ -94,7 +96,7 @@ def open_run(
 def open_inputs(
     program: RunProgram, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
 ) -> Inputs:
-    """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
+    """Locks the run folder, opens and describes the inputs and outputs of the run, see `open_run`."""
     config = program.config
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
@@ -143,7 +145,7 @@ def open_inputs(
 
 
 def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, given: Collection[str]) -> Start:
-    """Returns what the run starts from: its newest checkpoint, else what its config names; see `open_run`."""
+    """Returns the start of the run from its newest checkpoint, else from its config, see `open_run`."""
     config, workdir, ledger = inputs.config, inputs.workdir, inputs.ledger
     saved = inputs.checkpointer.latest_metadata()
     if saved is None and distributed.is_first():
@@ -166,9 +168,9 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
     if restored is not None:
         for key in ("init_from", "branch_from"):
             if getattr(config.train, key):
-                say(f"train.{key}", "ignored: resuming from this run's own checkpoint")
+                say(f"train.{key}", "ignored, as this run resumes from its own checkpoint")
         if begin_again:
-            say("--begin_again", "ignored: resuming from this run's own checkpoint")
+            say("--begin_again", "ignored, as this run resumes from its own checkpoint")
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
@@ -183,7 +185,7 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
 def compile_run(
     inputs: Inputs, start: Start, *, signals: StopSignals, stack: contextlib.ExitStack
 ) -> tuple[Run, Progress]:
-    """Returns the run with its programs compiled, and the progress with which it starts; see `open_run`."""
+    """Returns the run with its programs compiled, and its progress at the start, see `open_run`."""
     config, workdir, restored, is_first = inputs.config, inputs.workdir, start.restored, distributed.is_first()
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
@@ -292,7 +294,7 @@ def _initial_state(compilations: Compilations, *, draws: bool) -> Any:
     if not program.inits_on_host:
         return compilations.compile("init")(program.seed)
     state = host_state(program, draws=draws)
-    say("initial state", f"made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
+    say("initial state", f"made on the host's CPU in {time.monotonic() - began:.1f} s, without a device program")
     return state
 
 

@@ -1,4 +1,4 @@
-"""Optional parts of a run: the only imports of the leaf folders from below, each behind its config key."""
+"""Optional parts of a run, each behind its config key. Only this module imports the optional packages of hlat_jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> TasksInTraining | None:
-    """Returns the tasks of `train.eval_tasks`; None if it is empty.
+    """Returns the tasks of `train.eval_tasks`, or None if it is empty.
 
     Raises:
       ValueError: the harness or a task is missing, or `hlat_jax.evaluate` is not installed.
@@ -30,7 +30,7 @@ def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> Tasks
 
 
 def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
-    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0, and outside process 0.
+    """Returns the background exporter, or None outside process 0 or if `checkpoint.export_every_steps` is 0.
 
     Raises:
       ValueError: `hlat_jax.hf` is not installed.
@@ -43,9 +43,9 @@ def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:
-    """Returns lines on the memory and collectives of a step; none if `hlat_jax.plan` is not installed.
+    """Returns lines on the memory and collectives of a step, or none if `hlat_jax.plan` is not installed.
 
-    They have no config key: they are printed before every compilation, and a run does not depend on them.
+    They have no config key, are printed before every compilation, and do not affect the run.
     """
     report = _import_leaf("hlat_jax.plan.report", key="")
     return report.short_plan(program, budget=budget) if report is not None else []
@@ -62,5 +62,5 @@ def _import_leaf(module: str, *, key: str) -> Any:
         if not key:
             return None
         raise ValueError(
-            f"{key} needs {leaf}, which is not installed; install all of hlat_jax, or unset this key."
+            f"{key} needs {leaf}, which is not installed. Install all of hlat_jax, or unset this key."
         ) from None

@@ -1,4 +1,4 @@
-"""The trace of the steps in `train.profile_steps`, for TensorBoard and Perfetto, and the peak memory of a process."""
+"""Traces the steps in `train.profile_steps` for TensorBoard and Perfetto, and reads the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hlat_jax.store.metrics import TENSORBOARD_FOLDER
 
 
 class StepTrace:
-    """Traces process 0, its threads and its devices; does nothing in other processes.
+    """Traces process 0, its threads and its devices. Does nothing in other processes.
 
     A profiler that fails is reported and does not end the run.
 
     Attributes:
-      first, last: steps at which the trace begins and ends; 0 if there is none to take.
+      first, last: the steps at which the trace begins and ends, or 0 without a trace.
     """
 
     def __init__(self, config: Config, workdir: pathlib.Path, *, start_step: int):
@@ -33,10 +33,10 @@ class StepTrace:
         left = steps[max(start_step + 1 - steps.start, 0) :]
         self.first, self.last = (left[0], left[-1]) if left else (0, 0)
         if steps and not left:
-            print(f"train.profile_steps={config.train.profile_steps} ignored: the run resumes after step {start_step}")
+            print(f"train.profile_steps={config.train.profile_steps} ignored, as the run is at step {start_step}")
 
     def start(self) -> None:
-        """Starts the trace; the steps before it are complete."""
+        """Starts the trace after the earlier steps are complete."""
         if not distributed.is_first():
             return
         options = jax.profiler.ProfileOptions()
@@ -48,7 +48,7 @@ class StepTrace:
             say("trace", f"not started: {error}")
 
     def close(self) -> None:
-        """Writes the trace and prints where it is and what opens it; does nothing if none was started."""
+        """Writes the trace and prints its path and how to open it. Does nothing if no trace was started."""
         if not self._tracing:
             return
         self._tracing = False
@@ -61,18 +61,18 @@ class StepTrace:
             return
         say(
             "trace",
-            f"from step {self.first}: {trace}; open that file in https://ui.perfetto.dev, or run "
-            f"tensorboard --logdir={self._folder} (pip install tensorboard xprof)",
+            f"from step {self.first}: {trace}\nOpen that file in https://ui.perfetto.dev, or run\n"
+            f"  tensorboard --logdir={self._folder} (pip install tensorboard xprof)",
         )
         if profile := os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR"):
-            say("profile", f"of the devices: neuron-explorer view -d {profile}")
+            say("profile", f"of the devices, opened by neuron-explorer view -d {profile}")
 
     def _traces(self) -> set[pathlib.Path]:
         return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))
 
 
 def peak_memory(layout: Layout) -> int:
-    """Returns the peak memory of this process so far in bytes: of its fullest device, on CPUs of the process itself."""
+    """Returns the peak memory of this process so far in bytes, on its fullest device, or on CPUs in the process."""
     stats = [device.memory_stats() or {} for device in layout.mesh.local_devices]
     peaks = [values["peak_bytes_in_use"] for values in stats if "peak_bytes_in_use" in values]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

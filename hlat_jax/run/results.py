@@ -1,4 +1,4 @@
-"""What a run draws and prints after its last step."""
+"""Plots and prints the results of a run after its last step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(config: Config, workdir: pathlib.Path, step: int) -> None:
     if (workdir / BEST_LINK).is_dir():
         print(f"best checkpoint: {workdir / BEST_LINK}, of step {(workdir / BEST_LINK).resolve().name}")
     elif config.checkpoint.keep_best:
-        print("best checkpoint: none was saved at a validation loss below that of the initial weights")
+        print("best checkpoint: none, as no validation loss was below the loss of the initial weights")
     evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
     if not evals:
         return

@@ -1,6 +1,6 @@
-"""Where a run starts: what its folder records, and its own checkpoint, a branch of another run's, or given weights.
+"""Starts a run from its own checkpoint, from another run's as a branch, or from given weights, and records settings.
 
-A run resumes only with the settings that its checkpoint records. The events "saved" and "rewound" have a `step`; after
+A run resumes only with the settings that its checkpoint records. The events "saved" and "rewound" have a `step`. After
 "rewound" the checkpoints of later steps no longer count.
 """
 
@@ -56,7 +56,7 @@ _FREE = (
 
 
 def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns what a checkpoint records: config, resolved implementations, hashes of its inputs, and JAX's settings."""
+    """Returns the settings in a checkpoint, with config, resolved implementations, input hashes and JAX's settings."""
     words = os.environ.get("XLA_FLAGS", "").split()
     flags = sorted(word for word in words if any(part in word.partition("=")[0] for part in _XLA_NUMERICS))
     in_jax = {name.upper(): getattr(jax.config, name) for name in _JAX_NUMERICS if hasattr(jax.config, name)}
@@ -74,14 +74,14 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
 
 
 def saved_config(saved: dict[str, Any]) -> Config:
-    """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
+    """Returns the config in the settings of a checkpoint. Keys newer than the checkpoint have their defaults."""
     return resolve(complete(saved["config"]))
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
     """Writes config, environment and, if `model.remat` is a budget, the choice made for it into the run folder.
 
-    A run that resumes with the tokenizer that its folder keeps still records the path of the file it was a copy of.
+    A run that resumes with the tokenizer in its folder still records the path of the original file.
     """
     values = config.to_dict()
     if pathlib.Path(config.data.tokenizer).parent == (workdir / kept_tokenizer.FOLDER).absolute():
@@ -93,7 +93,7 @@ def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, An
 
 
 def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[str, Any]) -> Restored:
-    """Returns the checkpoint of `train.branch_from`; copies the metrics of its run up to it into `workdir`.
+    """Returns the checkpoint of `train.branch_from`, and copies the metrics of its run up to it into `workdir`.
 
     Raises:
       ValueError: there is no such checkpoint, it is damaged, or its run had another model, data or precision.
@@ -101,32 +101,32 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     source, step = branch_source(program.config.train)
     asked, folder = f"train.branch_from={program.config.train.branch_from}", local_path(source)
     if folder.absolute().resolve() == workdir.absolute().resolve():
-        raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
+        raise ValueError(f"{asked} is the run folder itself. Give the branch another one with --workdir.")
     check_step(source, step, key=asked)
     checkpoint = folder.absolute() / "checkpoints" / str(step)
     if problem := problem_on_disk(checkpoint, deep=True):
-        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({problem}); use another one.")
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({problem}). Use another one.")
     if drift := drift_of(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
         lines = "\n  ".join(drift)
         raise ValueError(
-            f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
-            "change optimizer but its name, train, parallel, held-out text, implementations and JAX settings."
+            f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings. A branch may "
+            "change optimizer except its name, train, parallel, held-out text, implementations and JAX settings."
         )
     restored = read_checkpoint(checkpoint, program.abstract_state)
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
-    say("branch", f"from step {step} of {folder.absolute()}: its state, optimizer and data position")
+    say("branch", f"from step {step} of {folder.absolute()}, with its state, optimizer and data position")
     return restored
 
 
 def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
-    """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
+    """Opens the weights of `train.init_from`, with fp32 masters if it has them. Reads no arrays yet.
 
-    Keys of the command line, `given`, that are in `OF_FUNCTION` may differ from the model of the weights, and with
-    `model.rope_scaling` those that the scaling reads.
+    Keys of the command line, `given`, that are in `OF_FUNCTION` may differ from the model of the weights. With
+    `model.rope_scaling` in `given`, so may the keys that the scaling reads.
 
     Raises:
-      ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
+      ValueError: the weights are missing, damaged, or belong to another model or vocabulary. The message has details.
     """
     path = config.train.init_from
     try:
@@ -141,20 +141,20 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
         lines = "\n  ".join(others)
         raise ValueError(
             f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
-            "in the checkpoint, or leave them out; for another model.fuse_qkv, begin with their `hf export`."
+            "in the checkpoint, or leave them out. For another model.fuse_qkv, begin with their `hf export`."
         )
     if weights.tokenizer:
         theirs = weights.open_tokenizer()
         if not same_ids(theirs, tokenizer):
             raise ValueError(
-                f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: their ids "
-                f"differ. Set data.tokenizer={theirs.path}."
+                f"data.tokenizer={tokenizer.path} has other ids than the tokenizer of train.init_from. "
+                f"Set data.tokenizer={theirs.path}."
             )
     return weights
 
 
 def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, dict[str, Any]]:
-    """Returns a new run's state with these weights, and the record of where they come from; prints the recipe.
+    """Returns a new run's state with these weights, and the record of their origin. Prints the recipe.
 
     Dtypes and shardings come from the weights in `state`, which are deleted if they are arrays.
     """
@@ -173,49 +173,49 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
     rate, data = config.optimizer, config.data
     end = "" if rate.schedule == "constant" else f" to {rate.peak_lr * rate.min_lr_ratio:g} at {rate.horizon_steps:,}"
     warmup, steps = (count_text(count, "step") for count in (rate.warmup_steps, config.train.num_steps))
-    say("weights", f"from {weights.folder}, step {weights.step}; the optimizer state is new")
+    say("weights", f"from {weights.folder}, step {weights.step}, with a new optimizer state")
     say(
         "recipe",
-        f"{rate.name}, learning rate {rate.peak_lr:g} after {warmup} of warm-up, {rate.schedule}{end}; {steps} of "
+        f"{rate.name}, learning rate {rate.peak_lr:g} after {warmup} of warm-up, {rate.schedule}{end}, {steps} of "
         f"{data.batch_size:,} x {data.seq_len:,} tokens",
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
 
 
 def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
-    """Returns the settings on which the weights of a model depend, by path: all but those in `_FREE`."""
+    """Returns path -> value of the settings on which the weights of a model depend, all except `_FREE`."""
     unread = {key for keys in ROPE_SCALING.values() for key in keys} - {*ROPE_SCALING[model.rope_scaling]}
     free = {*_FREE, *unread}
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
 
 def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again: bool) -> None:
-    """Checks that a run without a checkpoint has never had one; process 0 calls it.
+    """Checks that a run without a checkpoint has never had one. Process 0 calls it.
 
     Raises:
-      ValueError: it had one, and `begin_again` is false.
+      ValueError: the run had a checkpoint, and `begin_again` is false.
     """
     last, step = _last_row(workdir), newest_saved(workdir)
     if step and not begin_again:
         raise ValueError(
             f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({EVENTS_FILE}), and the "
-            f"rows reach step {last}. Put the checkpoints back; or give --begin_again to train from step 0, with the "
-            f"rows moved to {DISCARDED_FILE}; or give another --workdir."
+            f"rows reach step {last}. Put the checkpoints back, or give another --workdir, or give --begin_again to "
+            f"train from step 0 with the rows moved to {DISCARDED_FILE}."
         )
     if step:
         ledger.event("rewound", step=0)
     if last:
         reason = "--begin_again" if step else "no checkpoint was saved"
-        say("beginning again", f"at step 0 ({reason}): rows up to step {last} move to {DISCARDED_FILE}")
+        say("beginning again", f"at step 0 ({reason}), and rows up to step {last} move to {DISCARDED_FILE}")
 
 
 def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:
-    """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
+    """Prints the losses of a run that resumes at the checkpoint of `step`. Process 0 calls it."""
     newest = newest_saved(workdir)
     if newest > step:
         print(
-            f"the checkpoint of step {newest} is gone or damaged, and the rows reach step {_last_row(workdir)}: the "
-            f"newest one is of step {step}, and what follows is trained again"
+            f"the checkpoint of step {newest} is gone or damaged, and the rows reach step {_last_row(workdir)}. The "
+            f"run continues from the checkpoint of step {step} and trains the later steps again"
         )
         ledger.event("rewound", step=step)
     if newest != step:
@@ -223,7 +223,7 @@ def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) 
     print_missing_rows(workdir, step)
     if damaged := damaged_lines(workdir / ROWS_FILE):
         print(
-            f"{ROWS_FILE} has {count_text(len(damaged), 'damaged line')}, moved to {DISCARDED_FILE}; such rows stay "
+            f"{ROWS_FILE} has {count_text(len(damaged), 'damaged line')}, moved to {DISCARDED_FILE}. Such rows stay "
             f"missing ({damaged[0]})"
         )
 
@@ -234,12 +234,12 @@ def print_missing_rows(workdir: pathlib.Path, step: int) -> None:
     if missing := [each for each in range(1, step + 1) if each not in there]:
         print(
             f"{ROWS_FILE} lacks {count_text(len(missing), 'row')} of the {step:,} steps up to the checkpoint (the "
-            f"first is of step {missing[0]}); such rows stay missing"
+            f"first for step {missing[0]}). Such rows stay missing"
         )
 
 
 def newest_saved(workdir: pathlib.Path) -> int:
-    """Returns the step of the newest checkpoint in the events of a run; 0 if there was none."""
+    """Returns the step of the newest checkpoint in the events of a run, or 0 without one."""
     saved: set[int] = set()
     for event in read_events(workdir):
         if event["event"] == "saved":
@@ -254,10 +254,10 @@ def _last_row(workdir: pathlib.Path) -> int:
 
 
 def set_exports_aside(workdir: pathlib.Path, step: int) -> None:
-    """Moves exports of steps after `step` aside, as `metrics.rewind` moves rows: the run repeats these steps."""
+    """Moves exports of steps after `step` aside, as `metrics.rewind` moves rows, since the run repeats these steps."""
     for path in (workdir / EXPORTS).glob("*"):
         if path.name.isdecimal() and int(path.name) > step:
             aside = path.with_name(f"{path.name}.discarded")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-            print(f"export of step {path.name} moved to {aside}: this run resumes from step {step}")
+            print(f"export of step {path.name} moved to {aside}, as this run resumes from step {step}")

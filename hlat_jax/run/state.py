@@ -1,4 +1,4 @@
-"""What the loop is given and what it changes: a run, its progress, and the batches between them."""
+"""The arguments of the loop, a run and its progress, and the batches between them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatche
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads and writes, opened and checked; nothing in its folder has changed.
+    """The opened and checked inputs and outputs of a run, before anything in its folder changes.
 
     Attributes:
       program: the program of the run, over the devices of this job.
-      ledger: the ledger of the run; silent in all processes but process 0.
-      batches: iterator over the batches of this process.
-      held_out: batches of held-out text by the name of their source.
-      settings: recorded in every checkpoint, see `resume.settings_of`.
-      exporter: exports in the background, if configured; of process 0 alone.
+      ledger: the ledger of the run, silent in all processes except process 0.
+      batches: the iterator over the batches of this process.
+      held_out: name of the source -> batches of held-out text.
+      settings: the settings in every checkpoint, see `resume.settings_of`.
+      exporter: the background exporter of process 0, if configured.
     """
 
     config: Config
@@ -61,15 +61,15 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Inputs):
-    """The fixed parts of a run; what changes while it trains is in `Progress`.
+    """The fixed parts of a run. The parts that change while it trains are in `Progress`.
 
     Attributes:
-      train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
+      train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics), which donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
-      log: the metrics log; silent in all processes but process 0.
-      monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
-      remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
-      start_step: step at which this process started or resumed.
+      log: the metrics log, silent in all processes except process 0.
+      monitor: the utilization of the devices of process 0's node, as process 0 writes the rows.
+      remat: the record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
+      start_step: the step at which this process started or resumed.
     """
 
     check_folder: FolderCheck
@@ -95,20 +95,20 @@ class Progress:
     """The state of a run while it trains.
 
     Attributes:
-      state: after `step` updates.
-      step: updates dispatched so far.
-      position: data position after batch `step`, for the rows of this process.
-      tokens: trained on, up to the last metrics row.
-      saved_step: step of the newest checkpoint; 0 if there is none.
-      num_nonfinite: non-finite steps in a row, up to the last metrics row.
-      num_without_target: steps in a row whose batches have no target, up to the last metrics row.
-      save_postponed: a checkpoint was due after a non-finite step.
-      save_overdue: a checkpoint is due by the clock.
-      pending: dispatched steps whose metrics are still on the device, oldest first.
+      state: the state after `step` updates.
+      step: the number of updates dispatched so far.
+      position: the data position after batch `step`, for the rows of this process.
+      tokens: the number of tokens trained on, up to the last metrics row.
+      saved_step: the step of the newest checkpoint, or 0 without one.
+      num_nonfinite: the number of non-finite steps in a row, up to the last metrics row.
+      num_without_target: the number of steps in a row without a target in their batch, up to the last metrics row.
+      save_postponed: whether a checkpoint was due after a non-finite step.
+      save_overdue: whether a checkpoint is due by the clock.
+      pending: the dispatched steps with metrics still on the device, oldest first.
       saved_at_s: time.monotonic() at the start of the last save.
       timed_from_s: time.monotonic() from which the current step is timed.
-      data_wait_s: time spent waiting for data since the last metrics row.
-      best: validation so far.
+      data_wait_s: the time spent waiting for data since the last metrics row.
+      best: the best validation so far.
     """
 
     state: State

@@ -1,4 +1,4 @@
-"""Synchronizes the processes of a run: their settings at the start, and their status before every step.
+"""Synchronizes the settings of the processes of a run at the start, and their status before every step.
 
 If one process skipped a step, the others would wait for it on their devices. So events that only one process observes
 (a signal, an unreadable record, its clock) are exchanged before the step that they would stop. With one process the
@@ -34,10 +34,9 @@ class SyncedStep:
     """The status of all processes before a step.
 
     Attributes:
-      row_fields: entries of the step's metrics row that describe the global batch.
-      error: why there is no such batch, to be raised: an OSError if it cannot be read now, else a ValueError; None if
-        there is one.
-      save: a checkpoint is due by the clock of process 0.
+      row_fields: the entries of the step's metrics row that describe the global batch.
+      error: the error to raise without a batch, an OSError if it cannot be read now, else a ValueError, or None.
+      save: whether a checkpoint is due by the clock of process 0.
     """
 
     row_fields: dict[str, Any]
@@ -49,8 +48,8 @@ class StepSync:
     """Exchanges the status of all processes before each step.
 
     Attributes:
-      stop: the signal that ends the run at this step; "" if there is none. A single process sees it at once; several
-        processes exchange it before the step that was dispatched last.
+      stop: the signal that ends the run at this step, or "". A single process sees it at once. Several processes
+        exchange it before the step that was dispatched last.
     """
 
     def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
@@ -77,10 +76,11 @@ class StepSync:
         """Returns the status of all processes for the next step.
 
         Args:
-          batch: the rows of this process; None with an `error`.
-          position: data position after these rows; None with an `error`.
-          error: why this process has no rows; None if it has.
-          num_retries: reads that this process tried again since the step before.
+          batch: the rows of this process, or None with an `error`.
+          position: the data position after these rows, or None with an `error`.
+          error: the reason if this process has no rows, else None.
+          save: whether a checkpoint is due by the clock of this process.
+          num_retries: the number of reads that this process repeated since the previous step.
         """
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
         failed = error and {"text": str(error), "unreadable": isinstance(error, OSError)}
@@ -123,9 +123,9 @@ class StepSync:
 
 @contextlib.contextmanager
 def only_job(workdir: pathlib.Path) -> Iterator[None]:
-    """Locks the run folder for all processes of this job: process 0 locks it, and the others check that it has.
+    """Locks the run folder for all processes of this job. Process 0 locks it, and the others check the lock.
 
-    Files that a killed process had not finished are removed.
+    Unfinished files of killed processes are removed.
 
     Raises:
       ValueError: another job has locked it, or this process and process 0 do not share this folder.
@@ -140,16 +140,16 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
             mark = distributed.exchange(mark)[0]
             if not lock.exists() or lock.read_text() != mark:
                 raise ValueError(
-                    f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on "
+                    f"this process does not see the run folder {workdir.absolute()} of process 0. Give a --workdir on "
                     "a file system that all nodes share."
                 )
         yield
 
 
 class FolderCheck:
-    """Notices that the run folder was removed or replaced while the run uses it: what is saved there is lost.
+    """Detects that the run folder was removed or replaced while the run uses it, which loses later saves.
 
-    Process 0 looks. A file system that does not answer for once, or is wrong for once, ends no run.
+    Process 0 checks. A single error or wrong answer of the file system does not end the run.
     """
 
     _PERIOD_S, _AGAIN_S = 60.0, 2.0
@@ -166,7 +166,7 @@ class FolderCheck:
             raise ValueError(problem)
 
     def problem(self) -> str:
-        """Returns what is wrong with the folder, or "", in any process."""
+        """Returns the problem of the folder, or "", in any process."""
         for wait_s in (0.0, self._AGAIN_S):
             time.sleep(wait_s)
             try:
@@ -175,14 +175,14 @@ class FolderCheck:
             except OSError:  # not known
                 return ""
         return (
-            f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
-            "came after its last checkpoint is lost. Remove what is there now, put the folder back, and run the same "
+            f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it, and all "
+            "after its last checkpoint is lost. Remove a new folder there, put the old one back, and run the same "
             "command to resume."
         )
 
     @contextlib.contextmanager
     def as_cause(self) -> Iterator[None]:
-        """Replaces an OSError of the block by the ValueError of a folder that is gone, if it is."""
+        """Replaces an OSError of the block by a ValueError if the folder is gone."""
         try:
             yield
         except OSError as error:
@@ -200,9 +200,9 @@ def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:
-    """Raises ValueError if this process has other settings than process 0; see `config_diff.MAY_DIFFER`.
+    """Raises ValueError if this process has other settings than process 0, except `config_diff.MAY_DIFFER`.
 
-    Settings are steps, shapes, data and tokenizer; the message has both values.
+    Settings are steps, shapes, data and tokenizer. The message has both values.
     """
     mine = shared_settings(settings)
     first = json.loads(distributed.exchange(json.dumps(mine))[0])

@@ -1,4 +1,4 @@
-"""What a run prints of itself before its first step."""
+"""Prints the description of a run before its first step."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def describe(program: RunProgram) -> None:
     until = f"of a horizon of {config.optimizer.horizon_steps:,}" if has_decay else "at a constant rate after warm-up"
     say("steps", f"{config.train.num_steps:,} {until}")
     if program.accumulate == "programs":
-        say("microbatches", f"{config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
+        say("microbatches", f"{config.train.num_microbatches:,}, each a separate program (train.accumulate)")
     if (simulate := SIMULATED[config.precision.simulate]) is not None:
         rounding = "stochastically" if program.training.options.policy.rounding == "hardware" else "to nearest"
-        say("simulator", f"Neuron core, --auto-cast={simulate}; values in bf16 are rounded {rounding}")
+        say("simulator", f"Neuron core, --auto-cast={simulate}, values in bf16 rounded {rounding}")
     say("state", f"{format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     if config.optimizer.name == "muon":
         _describe_updates(program)
@@ -66,7 +66,7 @@ def _describe_updates(program: RunProgram) -> None:
 def describe_data(
     batches: TrainBatches, held_out: Mapping[str, HeldOut], *, vocab_size: int, tokenizer: Tokenizer
 ) -> None:
-    """Prints the data of the run: sources, mixture, held-out text, padding rows of the vocabulary, unknown tokens."""
+    """Prints sources, mixture, held-out text, padding rows of the vocabulary and unknown tokens of the run's data."""
     if padding_rows := vocab_size - tokenizer.vocab_size:
         say("vocabulary", f"model.vocab_size has {padding_rows:,} padding rows beyond the tokenizer's vocabulary")
     if len(batches.definition.sources) > 1:

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on held-out text, always on the same batches."""
+"""Measures loss, perplexity and bits per byte on held-out text, always on the same batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Validation:
     Attributes:
       sources: name of the source -> batches of this process.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
-      num_parts: parts of a batch that `eval_step` takes, one after another.
+      num_parts: the number of parts of a batch that `eval_step` takes, one after another.
     """
 
     sources: Mapping[str, HeldOut]
@@ -69,8 +69,8 @@ class Best:
     """The validation with the lowest loss so far.
 
     Attributes:
-      step: its step; 0 without any.
-      num_since: validations since then.
+      step: the step of that validation, or 0 without any.
+      num_since: the number of validations since then.
     """
 
     step: int = 0
@@ -78,7 +78,7 @@ class Best:
     num_since: int = 0
 
     def after(self, row: Mapping[str, Any]) -> Best:
-        """Returns the best after a row of the metrics; a loss that is not finite is no lower one."""
+        """Returns the best after a row of the metrics. A loss that is not finite is never the best."""
         if row.get("eval_loss") is None:
             return self
         if row["eval_loss"] < self.eval_loss:

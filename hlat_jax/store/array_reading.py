@@ -1,4 +1,4 @@
-"""Reading of stored arrays straight into memory that JAX takes over, so that it takes little more than their values."""
+"""Reads stored arrays straight into memory that JAX takes over, which needs little more memory than their values."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def read_parts(
     num_rows: int | None = None,
     donatable: bool = False,
 ) -> Any:
-    """Returns a NumPy array, or, where `abstract` has a sharding, a jax array.
+    """Returns a jax array if `abstract` has a sharding, else a NumPy array.
 
     Args:
-      abstract: shape, dtype and sharding.
-      fill: writes the values of the parts that the devices of this process need, each once.
-      num_rows: of the first axis that are stored, all by default; rows beyond them are zeros.
-      donatable: a program can reuse its memory; on CPU that is a copy, as memory that was taken over cannot be reused.
+      abstract: the shape, dtype and sharding of the array.
+      fill: function that writes the values of the parts that the devices of this process need, each once.
+      num_rows: number of stored rows of the first axis, all by default. Rows beyond them are zeros.
+      donatable: whether a program can reuse the memory. On CPU this takes a copy, as JAX cannot donate foreign memory.
     """
     shape, sharding = abstract.shape, abstract.sharding
 
@@ -74,12 +74,14 @@ def read_parts(
 
 
 def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donatable: bool = False) -> Any:
-    """Returns an array that TensorStore opens, as `read_parts`; another dtype rounds to nearest.
+    """Reads an array with TensorStore into the array that `read_parts` returns.
 
-    Of the first axis `abstract` may have more rows than are stored, which are zeros, or fewer.
+    Args:
+      spec: TensorStore's spec, with INDEX_CACHE as the cache for the nodes of a database.
+      abstract: the shape, with fewer rows than are stored, or more, which are zeros. Another dtype rounds to nearest.
+      donatable: whether a program can reuse the memory, see `read_parts`.
 
-    Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
-    INDEX_CACHE in `spec` is the cache for the nodes of a database.
+    The read needs memory for a few chunks, stored and decoded. An array of one chunk needs three times its size.
     """
     # a cache for this array alone: another checkpoint may be at the same path later
     context = ts.Context({INDEX_CACHE: {"total_bytes_limit": 1 << 24}})

@@ -16,7 +16,7 @@ _KILLED_S = 60.0  # a file that was not written for so long has no writer
 
 @contextlib.contextmanager
 def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Yields a new file that replaces `path` atomically at the end of the block; an error keeps the old content."""
+    """Yields a new file that replaces `path` atomically at the end of the block, unless the block raises an error."""
     # the token: processes on several hosts of a shared file system may have the same id
     partial = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
@@ -36,7 +36,7 @@ def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
 def remove_partial(folder: pathlib.Path) -> None:
     """Removes the unfinished files of writers that were killed, in `folder` and the folders in it.
 
-    A file written in the last minute stays: another command may be at work on it, such as one that indexes text.
+    A file written in the last minute stays, because another command may be writing it, such as one that indexes text.
     """
     name = f"*.*-{'[0-9a-f]' * 8}.partial"
     for path in (*folder.glob(name), *folder.glob(f"*/{name}")):
@@ -46,7 +46,7 @@ def remove_partial(folder: pathlib.Path) -> None:
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes or replaces a small file atomically; an error keeps the old content and leaves no partial file."""
+    """Writes or replaces a small file atomically. An error keeps the old content and leaves no partial file."""
     with atomic_writer(path) as file:
         file.write(content)
 
@@ -63,7 +63,7 @@ def to_disk(file: IO) -> None:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Fsyncs a folder: the names in it, and so a rename there, are on the disk."""
+    """Fsyncs a folder, which puts the names in it on the disk, and so a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

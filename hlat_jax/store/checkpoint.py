@@ -1,12 +1,11 @@
-"""Saving checkpoints with Orbax, and restoring them: `<run folder>/checkpoints/<step>/`.
+"""Saves checkpoints with Orbax in `<run folder>/checkpoints/<step>/`, and restores them.
 
-Orbax writes them in the background. A folder becomes a checkpoint by one rename, and `integrity.json`, with the size
-and CRC-32 of every file, is already inside it then: a kill never leaves a folder that looks like a checkpoint and is
-not one. The sums are ours because flipped bytes of an array would be read as if they were data. Arrays are read
-without Orbax, which takes three times their memory.
+Orbax writes checkpoints in the background. A folder becomes a checkpoint by one rename. `integrity.json`, with the size
+and CRC-32 of every file, is already in the folder then. So a kill never leaves a folder that only looks like a
+checkpoint. Orbax has no such sums, and would read flipped bytes of an array as data. Arrays are read without Orbax,
+which takes three times their memory.
 
-Only this module imports Orbax; what depends on its internals is here, but for the name of an item's file, which is in
-`checkpoint_checks`.
+Only this module imports Orbax and depends on its internals, except for a file name in `checkpoint_checks`.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written, and earlier checkpoints are untouched."""
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held: `position` is that of the data, int64; `metadata` as it was given to `save`."""
+    """The content of a checkpoint: `position` is the int64 data position, `metadata` is as it was given to `save`."""
 
     step: int
     state: Any
@@ -71,7 +70,7 @@ class Restored(NamedTuple):
 
 @dataclasses.dataclass
 class Pinned:
-    """Preserves the checkpoint of `step`, however old it is; 0: none."""
+    """Preserves the checkpoint of `step`, however old it is. Step 0 preserves none."""
 
     step: int = 0
 
@@ -86,8 +85,8 @@ class Checkpointer:
     Every process of a job has one and calls it at the same steps.
 
     Attributes:
-      exported: what keeps the checkpoint that an export reads; set in process 0, which removes the others.
-      best: what keeps the checkpoint of the lowest validation loss, if `config.keep_best`.
+      exported: the policy that keeps the checkpoint that an export reads. Only process 0 sets it.
+      best: the policy that keeps the checkpoint with the lowest validation loss, if `config.keep_best`.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig):
@@ -106,7 +105,7 @@ class Checkpointer:
             tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             where = f"cannot write to {self.folder}: {error}"
-            raise ValueError(f"{where}. Choose another run folder with --workdir.") from None
+            raise ValueError(f"{where}. Give another run folder with --workdir.") from None
         for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
             shutil.rmtree(path, ignore_errors=True)
         distributed.barrier()
@@ -145,7 +144,7 @@ class Checkpointer:
         if disk.total and disk.free < num_bytes:  # some network file systems do not tell
             raise ValueError(
                 f"a checkpoint of this run needs {num_bytes:,} bytes, and {disk.free:,} are free in {self.folder}. "
-                "Free some space, or choose another run folder with --workdir."
+                "Free some space, or give another run folder with --workdir."
             )
 
     def save(
@@ -157,19 +156,21 @@ class Checkpointer:
         metadata: dict[str, Any],
         norms: Mapping[str, float],
     ) -> bool:
-        """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
+        """Starts to save in the background, after the previous save ended. Returns False if `step` is saved already.
 
         Args:
-          step: updates done; the name of the checkpoint. Where it is saved already, the result is False.
-          position: int64 array, the data position after this step; the same in every process.
-          metadata: whatever JSON can hold.
+          step: the number of updates done, which is the name of the checkpoint.
+          state: the state of training. The caller may donate it at once.
+          position: int64 array, the data position after this step, equal in all processes.
+          metadata: values that JSON can hold.
+          norms: part of the state -> its norm, see program.RunProgram.
 
         Raises:
-          ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
+          ValueError: a norm is not finite. Nothing was written, and no earlier checkpoint was removed.
           SaveError: this save could not start, or the one before it failed.
         """
         if problem := not_finite(norms):
-            raise ValueError(f"the state of step {step} was not saved: {problem}.")
+            raise ValueError(f"the state of step {step} was not saved, because {problem}.")
         self.wait()
         if step in self._manager.all_steps():
             return False
@@ -187,9 +188,9 @@ class Checkpointer:
         return True
 
     def release(self) -> None:
-        """Removes the checkpoint that an export has read, unless it is kept for itself; process 0 calls it.
+        """Removes the checkpoint that an export has read, unless a rule keeps it. Only process 0 calls this.
 
-        Nothing happens while a save is under way: the next one removes it.
+        During a save it does nothing, as the next save removes the checkpoint.
         """
         step, self.exported.step = self.exported.step, 0
         steps, every = sorted(self._manager.all_steps()), self._config.keep_every_steps
@@ -198,7 +199,7 @@ class Checkpointer:
             self._manager.drop(step)
 
     def keep_best(self, step: int) -> None:
-        """Keeps a complete checkpoint in place of the best so far; BEST_LINK in the run folder leads to it."""
+        """Keeps a complete checkpoint in place of the best so far, and points BEST_LINK in the run folder to it."""
         self.best.step = step
         if jax.process_index() == 0:
             new = self._best_link.with_name(f"{BEST_LINK}.partial")
@@ -207,14 +208,14 @@ class Checkpointer:
             os.replace(new, self._best_link)
 
     def check(self) -> int | None:
-        """Returns as `wait` if the save in the background has ended or failed; does not wait."""
+        """Returns the result of `wait` if the save in the background has ended or failed, else None at once."""
         return None if self._manager.is_saving_in_progress() else self.wait()
 
     def wait(self) -> int | None:
-        """Blocks until no save is under way; returns the step of the one that has ended since the last call, if any.
+        """Blocks until no save is under way, and returns the step of the save that ended since the last call, if any.
 
         Raises:
-          SaveError: it failed.
+          SaveError: the save failed.
         """
         if self._saving is None:
             return None
@@ -226,9 +227,9 @@ class Checkpointer:
         return step
 
     def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:
-        """Returns step and metadata of the newest checkpoint whose files have their sizes; None when there is none.
+        """Returns step and metadata of the newest checkpoint with files of the right sizes, or None without one.
 
-        Reads no arrays, so `restore` may still find that checkpoint damaged and return the one before.
+        Reads no arrays, so `restore` may still find that checkpoint damaged and return the previous one.
 
         Raises:
           ValueError: there are checkpoints, and all of them are damaged.
@@ -241,13 +242,13 @@ class Checkpointer:
         return step, saved_run(self.folder / str(step))["metadata"]
 
     def restore(self, abstract_state: Any) -> Restored | None:
-        """Returns the newest usable checkpoint; None when there is none.
+        """Returns the newest usable checkpoint, or None without one.
 
-        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and
-        kept aside as `<step>.damaged-<n>`.
+        A checkpoint is unusable if it is damaged, has the name of another step or holds a state that is not finite. It
+        is named on stderr and kept aside as `<step>.damaged-<n>`.
 
         Args:
-          abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
+          abstract_state: the state as jax.ShapeDtypeStruct with the shardings into which arrays are read.
 
         Raises:
           ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
@@ -264,7 +265,7 @@ class Checkpointer:
         return restored
 
     def close(self) -> None:
-        """Waits for the save under way and ends all threads. Raises SaveError when that save failed."""
+        """Waits for the save under way and ends all threads. Raises SaveError if that save failed."""
         try:
             self.wait()
         finally:
@@ -289,8 +290,8 @@ class Checkpointer:
         step, self._saving = self._saving, None
         if not self.folder.is_dir():  # a restart by itself would begin a new run where the folder was
             raise ValueError(
-                f"the checkpoint of step {step} could not be written: {self.folder} was removed or replaced. Put it "
-                "back, and run the same command to resume."
+                f"the checkpoint of step {step} could not be written, because {self.folder} was removed or replaced. "
+                "Put it back, and run the same command to resume."
             )
         free_bytes = shutil.disk_usage(self.folder).free
         # else the next start does it: other processes may still be writing, or threads cannot be started
@@ -302,24 +303,24 @@ class Checkpointer:
         rest = "There is no earlier one" if before is None else f"The checkpoint of step {before} is untouched"
         return SaveError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
-            f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}: fix the cause, then run the "
+            f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}. Fix the cause, then run the "
             "same command."
         )
 
 
 def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
-    """Returns the newest usable checkpoint of a run folder, or `path` if it is a checkpoint; None if it is neither.
+    """Returns the newest usable checkpoint of a run folder, or `path` if it is a checkpoint, or None if it is neither.
 
-    Changes nothing, so the run may still be training. A newer one that cannot be used is named on stderr.
+    Changes nothing, so the run may still be training. Newer checkpoints that cannot be used are named on stderr.
 
     Raises:
-      ValueError: no checkpoint can be used, or not the given one.
+      ValueError: no checkpoint can be used, or the given checkpoint cannot.
     """
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
         path = path.resolve()  # the step is in the name of the folder that a link points to
         if problem := problem_on_disk(path, deep=True):
-            raise ValueError(f"checkpoint {path} is damaged ({problem}); use another one in {path.parent}.")
+            raise ValueError(f"checkpoint {path} is damaged ({problem}). Use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
     newest = newest_usable(folder, deep=True)
@@ -331,13 +332,16 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
 
 
 def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
-    """Returns one checkpoint, from `find_saved`; its window of spikes begins again if it was saved with other shapes.
+    """Reads one checkpoint, from `find_saved`. Its window of spikes begins again if it was saved with other shapes.
 
-    The embedding table and the head, and what the optimizer keeps of them, may be padded with more rows of zeros, or
-    fewer: another layout pads the vocabulary to other parts.
+    The embedding table and the head, and their optimizer state, may have other padding, as layouts pad differently.
+
+    Args:
+      folder: the folder of the checkpoint.
+      abstract_state: the state as jax.ShapeDtypeStruct with shardings.
 
     Raises:
-      ValueError: it holds arrays of other shapes or dtypes, which would be cast silently.
+      ValueError: the checkpoint holds arrays of other shapes or dtypes, which would be cast silently.
     """
     run = saved_run(folder)
     others = differences(*map(without_table_rows, (run["arrays"], _arrays(abstract_state))))
@@ -361,11 +365,12 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
 
 
 def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
-    """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
+    """Reads only the part of one checkpoint's state that `abstract` names.
 
     Args:
-      abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
-        without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
+      folder: the folder of the checkpoint.
+      abstract: a part of the state as jax.ShapeDtypeStruct. With a sharding only the shards of this process are read,
+        without one the array is NumPy. Another dtype than the checkpoint's rounds to nearest.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _read_array(folder, path, leaf, donatable=False), abstract
@@ -377,7 +382,7 @@ def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtyp
     try:
         return read_chunked(spec, leaf, donatable=donatable)
     except ValueError as error:  # TensorStore's, of several lines
-        raise ValueError(f"{folder} is damaged: {_reason(error)}; use another one in {folder.parent}.") from None
+        raise ValueError(f"{folder} is damaged ({_reason(error)}). Use another one in {folder.parent}.") from None
 
 
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
@@ -397,7 +402,7 @@ class _Manager(ocp.CheckpointManager):
         return super()._load_checkpoint_infos(skip_metadata_read=True)
 
     def drop(self, step: int) -> None:
-        """Removes a checkpoint in process 0 alone; the others hold it for there until the next save."""
+        """Removes a checkpoint in process 0 only. The other processes count on it until the next save."""
         self._checkpoint_deleter.delete(step)
         self._checkpoints.delete_if(lambda info: info.step == step)
 
@@ -441,7 +446,7 @@ def _reason(error: BaseException) -> str:
 
 def _warn_of(unusable: Mapping[int, str], folder: pathlib.Path, instead: str) -> None:
     for step, problem in unusable.items() if jax.process_index() == 0 else ():
-        warning = f"WARNING: checkpoint {folder / str(step)} is damaged ({problem}); {instead}."
+        warning = f"WARNING: checkpoint {folder / str(step)} is damaged ({problem}), {instead}."
         print(warning, file=sys.stderr, flush=True)
 
 
@@ -454,7 +459,7 @@ def silence_orbax_retry_logs() -> None:
     """Silences the tracebacks that Orbax and TensorStore print around the one error they raise for a failed save.
 
     The first write that fails ends Orbax's event loop. Its other tasks then fail with nothing awaiting them, and
-    TensorStore's threads still report to the closed loop: on a full disk, a screen of tracebacks hides the error.
+    TensorStore's threads still report to the closed loop. On a full disk, a screen of tracebacks would hide the error.
     """
     hook = sys.unraisablehook
 

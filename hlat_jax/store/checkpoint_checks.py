@@ -1,7 +1,7 @@
-"""Whether a checkpoint on disk can be used, judged without Orbax: its files, its record, its step and its norms.
+"""Checks without Orbax whether a checkpoint on disk can be used, by its files, record, step and norms.
 
-A checkpoint of which every file is whole may still be unusable: its record has a field that no run writes, its folder
-has the name of another step, or its state is not finite.
+A checkpoint with all files intact may still be unusable. Its record may have a field that no run writes, its folder the
+name of another step, or its state values that are not finite.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class _Saved(TypedDict):
 
 
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside its state, its record.
+    """Returns the record of a checkpoint, which is all but its state.
 
-    It has "step", "position", "metadata", "arrays", path -> dtype[shape], and "norms", part of the state -> norm, see
-    program.RunProgram.
+    It has "step", "position", "metadata", "arrays" (path -> dtype[shape]) and the "norms" of program.RunProgram.
 
     Raises:
-      ValueError: a field is missing or of another kind, as an older version wrote it; the message has file and field.
+      ValueError: a field is missing or of another kind, as an older version wrote it. The message has file and field.
     """
     path = folder / RUN_ITEM / RUN_FILE
     run = read_json(path, kind=_Saved, allow_nan=True)
@@ -59,9 +58,9 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def without_table_rows(arrays: Mapping[str, str]) -> dict[str, str]:
-    """Returns the text of arrays by path, `dtype[shape]`, without how many rows an embedding table or a head has.
+    """Returns path -> `dtype[shape]` of arrays, without the number of rows of an embedding table or a head.
 
-    A layout pads the vocabulary to whole parts with rows of zeros; the number of tokens is compared as a setting.
+    A layout pads the vocabulary to whole parts with rows of zeros. The number of tokens is compared as a setting.
     """
     tables = ("['embed']", "['head']")
     return {name: re.sub(r"\[\d+", "[V", text) if name.endswith(tables) else text for name, text in arrays.items()}
@@ -78,13 +77,13 @@ def saved_steps(folder: pathlib.Path) -> list[int]:
 
 
 def not_finite(norms: Mapping[str, Any]) -> str:
-    """Returns which norms of a state are not finite; "" when all are."""
+    """Returns which norms of a state are not finite, or "" if all are."""
     parts = [f"the norm of {part} is {float(norm)}" for part, norm in norms.items() if not math.isfinite(norm)]
     return f"its state is not finite: {', '.join(parts)}" if parts else ""
 
 
 def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest usable step of process 0 and why all newer ones are not; None when there is no step.
+    """Returns the newest usable step of process 0 and step -> problem of all newer ones, or None without any step.
 
     Every process calls it at the same point. With `deep` large files are summed too, see integrity.damage.
     """
@@ -101,12 +100,12 @@ def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, s
         return None
     lines = "".join(f"\n  {folder / str(step)}: {problem}" for step, problem in unusable.items())
     raise ValueError(
-        f"every checkpoint is damaged:{lines}\nRestore one from a backup, or move {folder} elsewhere to start again."
+        f"every checkpoint is damaged:{lines}\nRestore one from a backup, or move {folder} elsewhere to begin again."
     )
 
 
 def problem_on_disk(folder: pathlib.Path, *, deep: bool) -> str:
-    """Returns why a checkpoint cannot be used; "" when nothing speaks against it. Reads no arrays but to sum them."""
+    """Returns why a checkpoint cannot be used, or "" if it can. Arrays are read only to sum them."""
     if problem := damage(folder, deep=deep):
         return problem
     try:
@@ -115,9 +114,9 @@ def problem_on_disk(folder: pathlib.Path, *, deep: bool) -> str:
         return str(error).rstrip(".")
     step, first = run["step"], run["position"][0]
     if _is_step(folder.name) and int(folder.name) != step:  # the name is not part of the sums
-        return f"its folder is named {folder.name}, and it is of step {step}"
+        return f"its folder is named {folder.name}, and it holds step {step}"
     if isinstance(first, list):  # of a run: every row begins with the number of batches, trained or skipped
         step_of_data = first[0] - run["metadata"].get("skipped_batches", 0)
         if step_of_data != step:
-            return f"it is of step {step}, and its data position of step {step_of_data}"
+            return f"it holds step {step}, and its data position belongs to step {step_of_data}"
     return not_finite(run["norms"])

@@ -1,4 +1,4 @@
-"""Comparison of settings: of a run with those of its checkpoint, and between the processes of a run."""
+"""Compares the settings of a run with its checkpoint's, and the settings of the processes of a run."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ MAY_DIFFER = (
 
 
 def without_gone(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recorded values of a section without the keys that are gone and changed nothing."""
+    """Returns the recorded values of a section without the removed keys that changed nothing."""
     gone = _GONE.get(section, {})
     return {key: value for key, value in values.items() if gone.get(key, ()) not in (value, None)}
 
 
 def config_drift(saved: dict[str, Any], current: dict[str, Any], *, also: tuple[str, ...] = ()) -> list[str]:
-    """Returns a line for each setting that differs between two runs and must not; see MAY_CHANGE and those in `also`.
+    """Returns a line for each setting that differs between two runs, except MAY_CHANGE and `also`.
 
-    Takes configs as nested dicts, or checkpoint metadata: such a dict under `config`, and beside it hashes of the files
-    that the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
+    Takes configs as nested dicts, or checkpoint metadata with such a dict under `config` and hashes of the files that
+    the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
     """
     current = json.loads(json.dumps(current))  # as it looks once it has been through a file
     before = {key: value for key, value in saved.items() if key in current}
@@ -84,7 +84,7 @@ def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line for each key whose value differs between a checkpoint and now, or that only one of them has."""
+    """Returns a line for each key with different values in a checkpoint and now, or with a value in only one."""
     sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
     return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
 

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files: written once the folder is complete, compared before it is read.
+"""Writes checksums of a folder's files once the folder is complete, and compares them before it is read.
 
 The processes of a job divide the files among themselves, and all return the same result.
 """
@@ -34,9 +34,9 @@ def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
 
 
 def damage(folder: pathlib.Path, *, deep: bool) -> str:
-    """Returns what is wrong with a sealed folder, "" when nothing is.
+    """Returns the damage of a sealed folder in words, or "" without damage.
 
-    Compares all sizes, and the sums of small files; with `deep` the sums of all files. Processes share the files.
+    Compares all sizes and the sums of small files, with `deep` the sums of all files. Processes share the files.
     """
     import jax  # not at the top: checks before it is imported use this module
 
@@ -48,7 +48,7 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
 
 
 def damage_of_share(folder: pathlib.Path, share: slice, *, deep: bool) -> str:
-    """Returns what is wrong with a share of the sorted files of a sealed folder; see `damage`. Imports no JAX."""
+    """Returns the damage of one share of the sorted files of a sealed folder, see `damage`. Imports no JAX."""
     try:
         sums = read_json(folder / INTEGRITY_FILE, kind=_Sums)["files"]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
@@ -62,7 +62,7 @@ def damage_of_share(folder: pathlib.Path, share: slice, *, deep: bool) -> str:
 
 
 def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
-    """Returns the size in bytes and the CRC-32 of a file; with `flush` its data is fsynced first."""
+    """Returns the size in bytes and the CRC-32 of a file. With `flush` its data is fsynced first."""
     size = crc = 0
     block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Plots the loss of a run: as a file, or live in a notebook.
+"""Plots the loss of a run into a file, or live in a notebook.
 
 Does not import pyplot, which would change a notebook's backend.
 """
@@ -25,7 +25,7 @@ _WIDTH = 640  # pixels of the image in a notebook
 
 
 def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
-    """Plots training and validation loss against tokens; returns False when there are no rows."""
+    """Plots training and validation loss against tokens. Returns False if there are no rows."""
     train, evals = _curves(pathlib.Path(rows_path))
     if not train and not evals:
         return False
@@ -36,7 +36,7 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
 
 @contextlib.contextmanager
 def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
-    """Shows the loss of a run, whose folder may not exist yet, below a notebook's cell while the block trains.
+    """Shows the loss of a run below a notebook's cell while the block trains. The run folder may not exist yet.
 
     Raises:
       ValueError: IPython cannot be imported.
@@ -102,7 +102,7 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """Returns centred moving means over a thirtieth of the values; narrower near the steep start."""
+    """Returns centred moving means over a thirtieth of the values, and over fewer near the steep start."""
     middles = np.arange(len(values))
     halves = np.minimum(middles, max(len(values) // 60, 1))
     lows, highs = middles - halves, np.minimum(middles + halves + 1, len(values))

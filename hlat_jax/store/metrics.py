@@ -1,8 +1,7 @@
-"""Metrics of a run: metrics.jsonl, progress lines, TensorBoard, Weights & Biases.
+"""Metrics of a run in metrics.jsonl, progress lines, TensorBoard and Weights & Biases.
 
-`metrics.jsonl` is the record; the others are views of it. It has each step exactly once, even if the run was killed and
-resumed: on resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers, not device
-arrays.
+`metrics.jsonl` is the record, and the others are views of it. It has each step exactly once, even if the run was killed
+and resumed. On resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class _TrainRow(_Row):
 class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
-    Training rows have what `loop` and `run.step_sync` put there, `tokens_per_s` and, if the peak is known, `mfu_6n` and
-    `mfu`.
+    Training rows have values from `loop` and `run.step_sync`, `tokens_per_s` and, for a known peak, `mfu_6n` and `mfu`.
     """
 
     def __init__(
@@ -125,14 +123,14 @@ class MetricsLog:
             print(f"{row['step']:8}  validation: {loss}, {more}", flush=True)
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None:
-        """Records the results of tasks at one `step`, `tasks/NAME/METRIC`; prints those in `shown`."""
+        """Records the results of tasks at one `step` as `tasks/NAME/METRIC`, and prints the metrics in `shown`."""
         self._record("validation", row)
         if self._config.console != "off":
             cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
             print(f"{row['step']:8}  tasks: {', '.join(cells)}", flush=True)
 
     def goodput_row(self, step: int, shares: dict[str, float]) -> None:
-        """Records what the time went to so far in TensorBoard and Weights & Biases: category -> share."""
+        """Records category -> share of the time so far in TensorBoard and Weights & Biases."""
         self._show("goodput", {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}})
 
     def sample(self, step: int, text: str) -> None:
@@ -146,7 +144,7 @@ class MetricsLog:
         to_disk(self._file)
 
     def close(self) -> None:
-        """Syncs and closes; a second call does nothing."""
+        """Syncs and closes. A second call does nothing."""
         if self._file.closed:
             return
         self.sync()
@@ -198,7 +196,7 @@ class Silent:
 
 
 def header(*, mfu: bool) -> str:
-    """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
+    """Returns the header of the columns of `train_line`, with columns of the MFU if it is known."""
     speeds = f"   tokens/s{'  MFU 6N  MFU+attn' * mfu} data wait"
     return f"    step   done     loss grad norm        lr   s/step{speeds}  mem GiB      elapsed          ETA"
 
@@ -234,7 +232,7 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) -> None:
-    """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
+    """Copies the rows of a run up to `last_step` into another run folder. Rows of an earlier attempt move aside."""
     rewind(workdir / ROWS_FILE, -1)
     if (source / ROWS_FILE).exists():  # a run may have been copied without it
         lines = (line for line in _lines(source / ROWS_FILE) if line.row is not None)
@@ -242,10 +240,9 @@ def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) ->
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
-    """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`; returns the last training row.
+    """Moves rows after `step`, and torn lines, to `metrics.discarded.jsonl`, and returns the last training row.
 
-    Idempotent, also after a kill at any point: discarded rows are fsynced before they are removed from `path`, and are
-    not appended a second time.
+    Idempotent, also after a kill. Discarded rows are fsynced before they leave `path`, and are not appended twice.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -342,12 +339,12 @@ class _Wandb:
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns every complete row of a `metrics.jsonl`, in order; a torn or damaged line is left out."""
+    """Returns every complete row of a `metrics.jsonl` in order, without torn or damaged lines."""
     return [line.row for line in _lines(path) if line.row is not None]
 
 
 def damaged_lines(path: pathlib.Path) -> list[str]:
-    """Returns what is wrong with each line that ends, so that no kill has cut it short, and is not a row."""
+    """Returns the problem of each complete line that is not a row. A last line that a kill cut short does not count."""
     return [line.problem for line in _lines(path) if line.problem]
 
 

@@ -29,18 +29,18 @@ class Status:
 
 @contextlib.contextmanager
 def show_progress(text: str) -> Iterator[Status]:
-    """Shows progress on stderr in the block, which updates the Status it is given; `text` is the first one."""
+    """Yields a Status, with `text` at first, and shows it on stderr while the block updates it."""
     status = Status(text)
     with ProgressBar(status, stream=sys.stderr):
         yield status
 
 
 class ProgressBar:
-    """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
+    """A context manager with a thread that shows the result of `read`, (share done from 0 to 1, text).
 
-    A share below the one before begins another phase with an estimate of its own; while it is 0, the time so far is
-    shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not `in_place`, a line is
-    printed every 30 s, so a short command prints nothing.
+    A share below the previous one begins another phase with a separate estimate. While it is 0, the time so far is
+    shown. On a terminal the bar is redrawn in place and erased at the end. Elsewhere, or if not `in_place`, a line is
+    printed every `line_s` (30 s), so a short command prints nothing.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The one reader of what runs, builds and imports write as JSON: values of declared types, or an error with the place.
+"""Reads the JSON of runs, builds and imports as values of declared types, or raises an error with the place.
 
-A kind is written as an annotation: `int`, `float`, `str`, `bool`, `list[int]`, `dict[str, float]`, `int | None`,
-`Literal["a", "b"]`, a TypedDict, a dataclass, whose fields with a default may be missing, or, for what a type does not
-say, `Annotated[int, "an integer above 0", lambda value: value > 0]`. Fields that a kind does not name are not checked.
-An integer is one of 64 bits; a float may be written as such an integer.
+A kind is an annotation such as `int`, `float`, `str`, `bool`, `list[int]`, `dict[str, float]`, `int | None` or
+`Literal["a", "b"]`. It may be a TypedDict or a dataclass, and fields of a dataclass with a default may be missing. More
+conditions need `Annotated[int, "an integer above 0", lambda value: value > 0]`. Fields that a kind does not name are
+not checked. An integer has at most 64 bits, and a float may be written as such an integer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Seconds = Annotated[float, "a number of seconds", lambda value: abs(value) < 1e1
 
 
 class Line(NamedTuple):
-    """A line of a log: `row` is None where `problem` says what is wrong with it, or where a kill cut it."""
+    """A line of a log. `row` is None if the line has a `problem`, or if a kill cut it."""
 
     raw: bytes
     row: Any
@@ -39,8 +39,8 @@ def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) 
     """Returns the JSON in a file, as `parse_json` does.
 
     Raises:
-      ValueError: it is not a regular file, or not of that kind; the message names the file.
-      OSError: it cannot be read.
+      ValueError: the path is not a regular file, or its content not of that kind. The message names the file.
+      OSError: the file cannot be read.
     """
     if path.exists() and not path.is_file():  # to open a FIFO would block
         raise ValueError(f"{path} is not a regular file.")
@@ -48,7 +48,7 @@ def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) 
 
 
 def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow_nan: bool = False) -> Iterator[Line]:
-    """Yields every line of a log; `kind_of` returns the kind of a row from its fields. A missing file has no lines."""
+    """Yields every line of a log. `kind_of` returns the kind of a row from its fields. A missing file has no lines."""
     if not os.path.exists(path):
         return
     with open(path, "rb") as lines:
@@ -68,8 +68,8 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
     """Returns the JSON value in `raw`, of the given kind.
 
     Raises:
-      ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
-        `allow_nan`, a number that is not finite; the message begins with `where`.
+      ValueError: `raw` is not UTF-8, not JSON, nested too deeply, of another kind, has a key twice or, without
+        `allow_nan`, a number that is not finite. The message begins with `where`.
     """
     parse = float if allow_nan else _finite
     try:
@@ -85,7 +85,7 @@ def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     """Returns the value if it is of the kind.
 
     Raises:
-      ValueError: it is not; the message is `where`, the file, the field, its path there, and what is allowed.
+      ValueError: it is not. The message has `where` (the file), `field` (the path in it) and the allowed values.
     """
     if problem := _problem(value, kind, field):
         raise ValueError(f"{where}: {problem}.")
@@ -96,8 +96,8 @@ def check_name(name: Any, subject: str) -> str:
     """Returns `name`, a file name read from another file, after checking that it stays in that file's folder.
 
     Raises:
-      ValueError: not text, empty, "." or "..", with "/" or unprintable characters, or longer than file systems allow;
-        the message begins with `subject`, the file and field that hold the name.
+      ValueError: `name` is not text, empty, "." or "..", has "/" or unprintable characters, or is longer than file
+        systems allow. The message begins with `subject`, the file and field that hold the name.
     """
     is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:

@@ -93,7 +93,7 @@ def test_start_waits_for_processes_that_hold_devices(tmp_path, processes):
     assert lines_of(neuron_start.wait_for_former_run, machine, 0, **wait) == []
     held = neuron_machine.process(processes, 9, "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron3"])
     first, last = lines_of(neuron_start.wait_for_former_run, machine, 0, **wait)
-    assert_names(first, "0.02 s: process 9 (python -m hlat_jax.train)")
+    assert_names(first, "0.02 s, as process 9 (python -m hlat_jax.train)")
     assert "0.02 s" in last
     assert lines_of(neuron_start.wait_for_former_run, None, 0, **wait) == []
     said = []

@@ -41,10 +41,11 @@ def test_a_run_that_ends_early_writes_its_trace(tmp_path, capsys, monkeypatch):
     other.close()
     jax.block_until_ready(jnp.ones(2) + 1)
     trace.close()
-    not_started, written, profile = capsys.readouterr().out.splitlines()
+    not_started, written, _, tensorboard, profile = capsys.readouterr().out.splitlines()
+    assert_names(tensorboard, f"--logdir={tmp_path / 'run'}")
     assert_names(profile, "neuron-explorer view -d /run/p")
     assert not_started.startswith("trace ")  # a profiler that is in use ends no run
-    path = re.search(r"step 10: (\S+);", written)[1]
+    path = re.search(r"step 10: (\S+)$", written)[1]
     assert path.startswith(str(tmp_path / "run/tensorboard/plugins/profile"))
     assert (tmp_path / "run" / path).exists()
     assert not (tmp_path / "other").exists()

@@ -190,7 +190,7 @@ def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
     asked = {
         "train --config=tiny --config.data.train=/no/a.txt,/no/b": "data.train: /no/a.txt does not exist",
         "train --config=tiny --config.data.train=a=/no/*.txt": "data.train: /no/*.txt matches no file",
-        "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
+        "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model is not a file",
         "train --config=tiny --config.model.vocab_size=9": "data.tokenizer=package:austen_2k.model has 2048 tokens",
         "train --config=tiny --config.train.branch_from=/no@3": "train.branch_from: /no holds no weights (no such",
         "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
@@ -199,12 +199,12 @@ def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
         "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
         "train --config=tiny --config.train.eval_tasks=a --config.train.eval_tasks_folder=/no": (
-            "train.eval_tasks_folder=/no: no such folder"
+            "train.eval_tasks_folder=/no is not a folder"
         ),
-        f"generate --checkpoint={tmp_path} --prompt=a --tokenizer=/no.model": "--tokenizer=/no.model: no such file",
-        f"hf export {tmp_path} --out=x --tokenizer=/no.model": "--tokenizer=/no.model: no such file",
-        "evaluate --checkpoint=/no --tasks=a --tasks_folder=/no": "--tasks_folder=/no: no such folder",
-        "evaluate --checkpoint=/no --text=/no/a.txt": "--text=/no/a.txt: no such file",
+        f"generate --checkpoint={tmp_path} --prompt=a --tokenizer=/no.model": "--tokenizer=/no.model is not a file",
+        f"hf export {tmp_path} --out=x --tokenizer=/no.model": "--tokenizer=/no.model is not a file",
+        "evaluate --checkpoint=/no --tasks=a --tasks_folder=/no": "--tasks_folder=/no is not a folder",
+        "evaluate --checkpoint=/no --text=/no/a.txt": "--text=/no/a.txt is not a file",
         "evaluate --checkpoint=/no --data=/no/a.txt": "--data: /no/a.txt does not exist",
         "hf export /no --out=x": "/no holds no weights",
         "hf import /no --out=x": "/no has no config.json",

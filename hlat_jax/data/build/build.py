@@ -1,9 +1,9 @@
-"""`python -m hlat_jax.data build`: converts text of any format to a folder of ArrayRecord shards with a manifest.
+"""Converts text of any format to a folder of ArrayRecord shards with a manifest, `python -m hlat_jax.data build`.
 
-One thread reads the inputs and writes the shards, both in order; other threads encode blocks of documents in between
+One thread reads the inputs and writes the shards, both in order. Other threads encode blocks of documents in between
 (SentencePiece releases the GIL). So the same inputs and options give the same bytes, whatever the number of workers and
-however often the build was killed and resumed. Until it is complete everything is in the hidden folder DIR/.building,
-in which the JSON file beside a shard says that the shard is finished and where in the inputs it ends.
+however often the build was killed and resumed. Until the build is complete everything is in the hidden folder
+DIR/.building. A JSON file there for each finished shard has the place in the inputs where the shard ends.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _BAD_SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class BuildOptions:
-    """How a dataset is built.
+    """The options with which a dataset is built.
 
     Attributes:
-      tokenizer: path of the tokenizer; "" stores text.
-      shard_bytes: text after which a shard ends.
+      tokenizer: the path of the tokenizer, or "" to store text.
+      shard_bytes: the bytes of text after which a shard ends.
       prepend_bos: whether documents of token ids begin with BOS.
-      batch_size: rows of the runs; fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
+      batch_size: the batch size of the runs. Fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
     """
 
     text_field: str = "text"
@@ -72,7 +72,7 @@ class _Plan:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Identifies the plan; `on_bad_record` is not part of it, as it may change when a build is resumed."""
+        """Identifies the plan, without `on_bad_record`, which may change if a build is resumed."""
         options, tokenizer = self.options, self.tokenizer
         fields = [
             FORMAT,
@@ -127,24 +127,26 @@ def build(
     Args:
       words: files, folders and globs, as in data.train, also of .gz and .zst.
       out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed.
-      num_workers: threads that encode; does not change what is written.
+      options: the options of the build.
+      num_workers: the number of threads that encode, which does not change the result.
+      status: the progress, which is updated meanwhile.
 
     Raises:
-      ValueError: bad input (see sources), no documents, none with text, or something else in `out`.
+      ValueError: bad input (see sources), no documents, no text, or other files in `out`.
       OSError: the disk is full or broken. Finished shards are kept.
     """
     searched = find_files(words, key=inputs.KEY, in_order=True)
     for folder in searched.folders:
         if out.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")
+            raise ValueError(f"--out={out} is inside the input {folder}. Give a folder outside it.")
     input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
     notes = [searched.describe_ignored()] if searched.ignored else []
     if num_cut := sum(input_.is_cut for input_ in input_files):
         cut = f"{count_text(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
-        notes.append(f"{cut}; --batch_size=1 keeps texts whole")
+        notes.append(f"{cut} (--batch_size=1 keeps texts whole)")
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     if options.prepend_bos and tokenizer is None:
-        raise ValueError("--prepend_bos needs --tokenizer; of a dataset of texts, set data.prepend_bos=True to train.")
+        raise ValueError("--prepend_bos needs --tokenizer. For a dataset of texts, set data.prepend_bos=True to train.")
     if tokenizer is not None:
         tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
     plan = _Plan(input_files, options, tokenizer)
@@ -170,7 +172,7 @@ def _require_plan(made: dict[str, Any], plan: _Plan, *, out: pathlib.Path) -> di
     """Returns `made`, a manifest or finished shard in `out`; raises ValueError if it is of another build."""
     if made.get("plan") != plan.hash:
         raise ValueError(
-            f"--out={out} was built from other inputs or options, or its inputs changed since; choose another folder, "
+            f"--out={out} was built from other inputs or options, or its inputs changed since. Give another folder, "
             "or remove this one."
         )
     return made
@@ -181,17 +183,17 @@ def _lock_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields DIR/.building, locked, without the partial files of a killed process."""
     folder = out / _BUILDING
     if out.exists() and (not out.is_dir() or (not folder.exists() and any(out.iterdir()))):
-        raise ValueError(f"--out={out} is a file or is not empty; give a new or empty folder.")
+        raise ValueError(f"--out={out} is a file or is not empty. Give a new or empty folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")  # noqa: SIM115 - held until the build ends
     except OSError as error:
-        raise ValueError(f"cannot write to --out={out}: {error.strerror}; choose another folder.") from None
+        raise ValueError(f"cannot write to --out={out}: {error.strerror}. Give another folder.") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process is building in {out}; wait for it, or choose another --out.") from None
+            raise ValueError(f"another process is building in {out}. Wait for it, or give another --out.") from None
         for partial in folder.glob("*.partial"):
             partial.unlink()
         yield folder
@@ -274,9 +276,7 @@ def _read(
             if isinstance(document, BadRecord) and options.on_bad_record == "raise":
                 raise document.for_command()
             if isinstance(document, Answered):
-                raise ValueError(
-                    f"{document.where}: a dataset has no place for what counts; train on the JSONL itself."
-                )
+                raise ValueError(f"{document.where}: a dataset cannot mark the answers. Train on the JSONL itself.")
             num_chars += len(document) if isinstance(document, str) else 0
             status.share = (before_bytes + min(num_chars, input_.size)) / total_bytes
             if (input_index, count) > start:

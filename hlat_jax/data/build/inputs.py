@@ -1,4 +1,4 @@
-"""Inputs of `build` and `tokenizer`: files in order, and the documents of each in order."""
+"""Opens the inputs of `build` and `tokenizer`, files and the documents of each in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Input:
     """One file, or the folder of a built dataset.
 
     Attributes:
-      size: bytes on disk; for a dataset, bytes of text.
+      size: the bytes on disk, or for a dataset the bytes of text.
       fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
-      is_cut: whether it is plain text that is cut into documents at paragraphs.
+      is_cut: whether the input is plain text that is cut into documents at paragraphs.
     """
 
     file: files.DataFile
@@ -32,10 +32,10 @@ class Input:
 def open_inputs(searched: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
     """Returns the inputs in the order in which training would read them.
 
-    Plain text, without inputs of another format, is cut at paragraphs if it is fewer files than `batch_size`.
+    Plain text, without inputs of another format, is cut at paragraphs if it has fewer files than `batch_size`.
 
     Raises:
-      ValueError: a file that cannot be read; a dataset that is damaged, or holds token ids instead of text.
+      ValueError: a file cannot be read, or a dataset is damaged or holds token ids instead of text.
     """
     inputs: list[Input] = []
     is_cut = len(searched.files) < batch_size and {paths.file_format(file) for file in searched.files} == {"text"}
@@ -43,7 +43,7 @@ def open_inputs(searched: paths.FoundFiles, *, batch_size: int = 1) -> list[Inpu
         if file.is_built:
             manifest = built.read_manifest(file)
             if manifest.kind != "text":
-                raise ValueError(f"{KEY}: {file} holds token ids, not text; give the text it was built from.")
+                raise ValueError(f"{KEY}: {file} holds token ids, not text. Give the text it was built from.")
             size, fingerprint = manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)
         else:
             snapshot = files.Snapshot(file)
@@ -53,7 +53,7 @@ def open_inputs(searched: paths.FoundFiles, *, batch_size: int = 1) -> list[Inpu
 
 
 def names(inputs: Sequence[Input]) -> list[str]:
-    """Returns a name for each input: file names, or paths where file names alone are not distinct."""
+    """Returns a name for each input, its file name, or its path if file names are not distinct."""
     short = [input_.file.name for input_ in inputs]
     return short if len(set(short)) == len(short) else [input_.file.where for input_ in inputs]
 
@@ -61,7 +61,7 @@ def names(inputs: Sequence[Input]) -> list[str]:
 def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
     """Yields the documents of one input in order, and for an unusable one the BadRecord with the reason.
 
-    Memory holds one document, and what the format decodes at once.
+    Memory holds one document and the part of the file that the format decodes at once.
 
     Raises:
       ValueError: an error of the whole file, such as a missing column or a truncated end.

@@ -1,7 +1,7 @@
-"""`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: prints the text that a step trains on.
+"""Prints the text that a step trains on, `python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`.
 
 Starts at the nearest position that the run recorded and replays the batches in between. Writes nothing to the run
-folder except the line index of a new or changed JSONL file, if the run keeps such indices and the folder is writable.
+folder except the line index of a new or changed JSONL file, if the run keeps such indices.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hlat_jax.store.progress import show_progress
 
 
 def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: int | None) -> int:
-    """Prints row `row` (None: all rows) of the batch of `step`; returns 1 if the run trained on another batch.
+    """Prints row `row`, by default all rows, of the batch of `step`. Returns 1 if the run trained on another batch.
 
     Raises:
       ValueError: data or tokenizer that cannot be opened, or a run folder that belongs to other data.
     """
     if step > batch_of_step(config.train.num_steps, skipped_batches(config.train.skip_steps)):
         raise ValueError(
-            f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
+            f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}. Give a step "
             "of the run, or set that key."
         )
     data = config.data
@@ -65,7 +65,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     recorded = [row for row in read_rows(path) if "batch_hash" in row]
     recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
     if not recorded:
-        print(f"\nbatch {own_hash}; {path} has no row of step {step} to compare it with")
+        print(f"\nbatch {own_hash}, without a row of step {step} in {path} to compare it with")
         return 0
     is_same = recorded[-1]["batch_hash"] == own_hash
     print(f"\nbatch {own_hash}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
@@ -73,7 +73,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
-    """Prints one row: for each document, or part of one, a line about it and its text with control tokens."""
+    """Prints a line about each document, or part of one, of a row, and its text with control tokens."""
     opened = definition.sources[source]
     padding = len(packed.tokens) - sum(span.stop - span.start for span in packed.spans)
     spans = []
@@ -89,7 +89,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
         print(
             f"--- document {span.document} ({location}), epoch {span.epoch}, tokens {span.token} to "
             f"{last}, at {span.start} to {span.stop - 1} of the row"
-            + ("" if is_target.all() else f"; {is_target.sum()} are trained on, the others in [[ ]]")
+            + ("" if is_target.all() else f", {is_target.sum()} trained on, the others in [[ ]]")
         )
         turns = np.flatnonzero(np.diff(is_target)) + 1
         for part, counts in zip(np.split(ids, turns), np.split(is_target, turns), strict=True):

@@ -1,8 +1,8 @@
-"""Writes the shards of a built dataset, ArrayRecord files, and counts what is in them.
+"""Writes the shards of a built dataset, ArrayRecord files, and counts their documents, bytes and tokens.
 
 `formats.built` has the format. A text of more than 4 Mi characters is cut into several records, because writing or
-reading a record holds several copies of it. Which documents of ids share a record, about 32,768 ids, depends on their
-lengths alone: the bytes of a shard do not depend on the number of workers.
+reading a record holds several copies of it. Documents of ids share records of about 32,768 ids by their lengths. So the
+bytes of a shard do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
 class EncodedDocument(NamedTuple):
-    """One document as it is stored: `digest` of its text, and `data`, records of UTF-8 or ids as uint16 or uint32."""
+    """A stored document, with the `digest` of its text and `data`, its records of UTF-8 or ids as uint16 or uint32."""
 
     num_bytes: int
     digest: int
@@ -48,7 +48,7 @@ def encode_text(text: str) -> EncodedDocument:
 
 
 def encode_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> EncodedDocument:
-    """Returns a document of a dataset of kind "tokens": the ids that packing.document_tokens yields, with EOS."""
+    """Returns a document of a dataset of kind "tokens", the ids that packing.document_tokens yields, with EOS."""
     dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
     for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars, bos=bos):
         stored += ids.astype(dtype).data
@@ -71,7 +71,7 @@ def _digest(parts: Iterable[bytes]) -> tuple[int, int]:
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes if they suffice."""
+    """Returns the little-endian dtype in which ids of a vocabulary are stored, two bytes if they suffice."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -85,7 +85,7 @@ def disk_error(path: pathlib.Path, error: BaseException) -> OSError:
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a small file atomically; raises `disk_error`."""
+    """Writes a small file atomically, and raises `disk_error` if it cannot."""
     try:
         atomic_files.write_whole(path, content)
     except OSError as error:
@@ -93,14 +93,14 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
 
 
 class ShardWriter:
-    """One ArrayRecord file and its counts; `close` renames what was written under a temporary name into place.
+    """One ArrayRecord file under a temporary name, which `close` renames into place, and its counts.
 
     Attributes:
-      path: of the file, which exists only if the shard has documents.
-      counts: documents, bytes, tokens and bad records so far.
+      path: the path of the file, which exists only if the shard has documents.
+      counts: the numbers of documents, bytes, tokens and bad records so far.
 
     Raises:
-      OSError: the disk is full or broken, from any method.
+      OSError: the disk is full or broken. Any method raises it.
     """
 
     def __init__(self, path: pathlib.Path, *, dtype: np.dtype | None, content: int = 0):
@@ -120,7 +120,7 @@ class ShardWriter:
         self._num_records = 0
 
     def add(self, source: int, document: EncodedDocument | BadRecord) -> None:
-        """Appends one document of an input, text or ids of this writer's dtype; or counts its bad record."""
+        """Appends one document of an input, text or ids of this writer's dtype, or counts its bad record."""
         if isinstance(document, BadRecord):
             self._count(source, bad_records=1)
             self._bad += [document.problem] if len(self._bad) < _BAD_KEPT else []
@@ -142,10 +142,10 @@ class ShardWriter:
         self._content = (self._content * _BASE + document.digest) % _PRIME
 
     def close(self) -> dict[str, Any]:
-        """Renames the shard into place; returns its counts, in all and by input, its bytes and its long documents.
+        """Renames the shard into place. Returns its counts, in all and by input, its bytes and its long documents.
 
-        `content` is the hash of all documents of the dataset up to its end. A reader never sees a partial shard: both
-        files are fsynced before the data file is renamed.
+        `content` is the hash of all documents of the dataset up to its end. A reader never sees a partial shard, as
+        both files are fsynced before the data file is renamed.
         """
         if self._block:
             self._flush()
@@ -171,7 +171,7 @@ class ShardWriter:
         return metadata
 
     def discard(self) -> None:
-        """Removes what was written, unless `close` has renamed it."""
+        """Removes the file, unless `close` has renamed it."""
         self._partial.unlink(missing_ok=True)
 
     def _count(self, source: int, **numbers: int) -> None:

@@ -1,6 +1,6 @@
-"""`python -m hlat_jax.data stats`: the text of a config in documents, bytes and tokens, and the epochs of its run.
+"""Counts documents, bytes and tokens of a config's text and the epochs of its run, `python -m hlat_jax.data stats`.
 
-The documents are exact. Bytes and tokens are estimated from a sample, unless the sample is all of the text.
+The number of documents is exact. Bytes and tokens are estimated from a sample, unless the sample is all of the text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _HEADER = ("source", "documents", "bytes", "tokens", "tokens/byte", "epochs in n
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Documents, UTF-8 bytes of text, tokens (EOS counted), how many of these are <unk>, and the share of targets.
+    """The numbers of documents, UTF-8 bytes of text, tokens (EOS counted) and <unk> tokens, and the share of targets.
 
-    `is_estimate` says that all but the documents are estimated from a sample.
+    If `is_estimate`, all but the number of documents is estimated from a sample.
     """
 
     documents: int
@@ -41,10 +41,10 @@ class Counts:
 
 
 def report(config: Config, *, sample_bytes: int, status: Status | None = None) -> str:
-    """Returns a table with a row for each source of training and validation text, and epochs for the former.
+    """Returns a table with a row for each source of training and validation text, with the epochs of training text.
 
-    Epochs are the tokens that the mixture takes from a source, up to train.num_steps, over the tokens it holds. Of each
-    source, `sample_bytes` of text are tokenized; 0: all of it. `status` is updated meanwhile.
+    Epochs are the tokens that the mixture takes from a source, up to train.num_steps, over the tokens it holds. A
+    sample of `sample_bytes` of text of each source is tokenized, or all of it for 0. `status` is updated meanwhile.
 
     Raises:
       ValueError: bad data (see sources), or a dataset built with another tokenizer.
@@ -95,7 +95,7 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
 
 
 def rows_of_steps(stages: Sequence[mixture.MixtureStage], *, num_steps: int) -> list[float]:
-    """Returns the rows that the first `num_steps` batches take from each source, as a number of batches."""
+    """Returns the number of rows that the first `num_steps` batches take from each source, in batches."""
     taken, begin = [0.0] * len(stages[0].shares), 0
     for stage in stages:
         end = num_steps if stage.until_step is None else min(stage.until_step, num_steps)
@@ -106,7 +106,7 @@ def rows_of_steps(stages: Sequence[mixture.MixtureStage], *, num_steps: int) -> 
 
 
 def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_bytes: int, status: Status) -> Counts:
-    """Returns the counts of one source, estimated from evenly spread documents of `sample_bytes` in all."""
+    """Returns the counts of one source, estimated from evenly spread documents with `sample_bytes` bytes in total."""
     data = config.data
     status.share, status.text = 0.0, f"{key}: indexing documents"
     documents = streams.open_documents(spec, data, key=key, tokenizer=tokenizer)

@@ -1,7 +1,6 @@
-"""`python -m hlat_jax.data tokenizer`: trains a SentencePiece model on a sample of the text.
+"""Trains a SentencePiece model on a sample of the text, `python -m hlat_jax.data tokenizer`.
 
-The model is lossless: `decode(encode(text)) == text` for every text without U+2581, which SentencePiece itself uses for
-a space.
+The model is lossless, so `decode(encode(text)) == text` for every text without U+2581, SentencePiece's own space.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def train(
 ) -> str:
     """Trains a SentencePiece BPE model on a sample of the inputs, writes it to `out` and returns lines about it.
 
-    The sample is uniform over pieces of about 4,096 characters; the same inputs give the same model. Memory holds the
+    The sample is uniform over pieces of about 4,096 characters. The same inputs give the same model. Memory holds the
     sample and the trainer's tables of its words. `status` is updated meanwhile.
 
     Raises:
@@ -46,8 +45,8 @@ def train(
     """
     if out.suffix != ".model" or out.exists():
         raise ValueError(
-            f"--out={out} must be a new file that ends in .model: runs that use a tokenizer could not be resumed with "
-            "another one of its name."
+            f"--out={out} must be a new file that ends in .model. Runs that use a tokenizer could not be resumed with "
+            "another one of the same name."
         )
     sample, status = Sample(sample_bytes), status or Status()
     num_documents = num_bad = 0
@@ -66,7 +65,7 @@ def train(
             status.text = f"reading, {count_text(num_documents, 'document')}  {format_bytes(sample.seen_bytes)}"
     documents, pieces = count_text(num_documents, "document"), sample.pieces()
     if not any(piece.strip() for piece in pieces):
-        raise ValueError(f"the inputs hold no text ({documents}); check --text_field={text_field}.")
+        raise ValueError(f"the inputs hold no text ({documents}). Check --text_field={text_field}.")
     status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
     serialized = train_model(pieces, vocab_size=vocab_size)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +80,8 @@ def train(
 class Sample:
     """A uniform sample of pieces of text within a budget of bytes, from any number of documents.
 
-    The pieces whose index has the smallest hash are kept. So the sample depends on the documents alone, and memory
-    holds no more than the budget and one piece.
+    Pieces with the smallest hash of their index are kept. So the sample depends only on the documents, and memory holds
+    no more than the budget and one piece.
     """
 
     def __init__(self, max_bytes: int):
@@ -122,10 +121,10 @@ def _pieces(document: str) -> Iterator[str]:
 def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
     """Returns a serialized SentencePiece BPE model of exactly `vocab_size` tokens.
 
-    Reasons for the options: identity normalization, no dummy prefix and no removal of spaces keep every byte of the
-    text, so bits per byte are exact and decode inverts encode; with byte fallback there are no unknown tokens; a line
-    break is a token by itself, so no token spans lines. As in Llama, digits are split, runs of spaces may be one token
-    (which code needs), and the ids are unk 0, bos 1, eos 2, no padding.
+    Identity normalization, no dummy prefix and no removal of spaces keep every byte of the text. So bits per byte are
+    exact and decode inverts encode. With byte fallback there are no unknown tokens. A line break is a token by itself,
+    so no token spans lines. As in Llama, digits are split, and runs of spaces may be one token (which code needs). The
+    ids are unk 0, bos 1, eos 2, without padding.
 
     Raises:
       ValueError: the text has too few different words for so many tokens, or too many characters for so few.
@@ -155,5 +154,5 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"--vocab_size={vocab_size}: SentencePiece cannot train on this text: {error}") from None
+        raise ValueError(f"SentencePiece cannot train --vocab_size={vocab_size} on this text: {error}") from None
     return model.getvalue()

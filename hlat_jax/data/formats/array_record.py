@@ -1,6 +1,6 @@
-"""ArrayRecord files whose records are documents in UTF-8, read in place.
+"""Reads ArrayRecord files in place, with a document in UTF-8 in each record.
 
-The shards that `build` writes are read with their manifest instead: see built.
+The shards that `build` writes are read with their manifest instead, see built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hlat_jax.data.formats.files import Snapshot
 
 
 def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
-    """Returns a reader of single records; raises RuntimeError when the file is damaged."""
+    """Returns a reader of single records. Raises RuntimeError if the file is damaged."""
     # no read-ahead: only the requested record is read; threads cost more than they save for single records
     options = "readahead_buffer_size:0,max_parallelism:0"
     return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
@@ -28,7 +28,7 @@ def array_record_documents(snapshot: Snapshot) -> records.Documents:
         reader = open_reader(file)
         num_records = reader.num_records()
     if not num_records:  # a truncated file reads as empty
-        raise ValueError(f"{file} is not a complete ArrayRecord file, or empty; write it again.")
+        raise ValueError(f"{file} is not a complete ArrayRecord file, or empty. Write it again.")
 
     def read(index: int) -> str:
         nonlocal reader

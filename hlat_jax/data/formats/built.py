@@ -1,11 +1,11 @@
-"""Reads datasets that `python -m hlat_jax.data build` wrote: texts or token ids by document number.
+"""Reads texts or token ids by document number from datasets that `python -m hlat_jax.data build` wrote.
 
-A dataset is a folder: manifest.json and the ArrayRecord shards it names, in order. In a dataset of texts a record is
-one document in UTF-8; a document of more than 4 Mi characters is several records, and the manifest has [number in the
-shard, records] for each such document. In one of token ids a record is a block of whole documents, little-endian:
-uint32 [2 + n] of n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an
-.index.npz holds `first_document` (int64, the number within the shard of each record's first document), `lengths` (ids
-of each document, EOS counted) and `bytes` (of the text of each document, in UTF-8).
+A dataset is a folder with manifest.json and the ArrayRecord shards it names, in order. In a dataset of texts a record
+is one document in UTF-8. A document of more than 4 Mi characters is several records, and the manifest has [number in
+the shard, records] for each such document. In a dataset of token ids a record is a little-endian block of whole
+documents. It has uint32 [2 + n] with n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32. An
+.index.npz of each shard holds `first_document`, `lengths` and `bytes`. The first is int64, the number within the shard
+of each record's first document. The others are the ids (EOS counted) and UTF-8 bytes of text of each document.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
 _LARGE_RECORD_BYTES = 16 << 20
-_REMEDY = "build the dataset again"
+_REMEDY = "Build the dataset again"
 
 
 class _BuiltSource(TypedDict):
@@ -47,7 +47,7 @@ class _Shard(_BuiltSource):
 
 @dataclasses.dataclass(frozen=True)
 class BuiltManifest:
-    """The manifest.json of a dataset. Byte counts are UTF-8 bytes of text; counts that do not apply are None."""
+    """The manifest.json of a dataset. Byte counts are UTF-8 bytes of text. Counts that do not apply are None."""
 
     format: int
     kind: Literal["text", "tokens"]
@@ -71,10 +71,10 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
         with decode_errors(path):
             fields = read_json(path)
         if fields.get("format", FORMAT) != FORMAT:
-            raise ValueError(f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}")
+            raise ValueError(f"{path} has format {fields['format']}, but this hlat_jax reads format {FORMAT}")
         check_kind(fields, BuiltManifest, where=str(path))
     except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}; {_REMEDY}.") from None
+        raise ValueError(f"{str(error).rstrip('.')}. {_REMEDY}.") from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
     manifest = BuiltManifest(**{name: fields[name] for name in names if name in fields})
     counts = [manifest.tokens, manifest.vocab_size, *(shard["tokens"] for shard in manifest.shards)]
@@ -84,13 +84,13 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
 
 
 def _damage(path: object, problem: str) -> ValueError:
-    return ValueError(f"{path} is damaged: {problem}; {_REMEDY}.")
+    return ValueError(f"{path} is damaged, as {problem}. {_REMEDY}.")
 
 
 def _require_file(path: pathlib.Path) -> pathlib.Path:
     """Returns `path`. Raises NotFound if there is no such file."""
     if not path.is_file():
-        raise NotFound(f"{path} is missing; restore it or build the dataset again.")
+        raise NotFound(f"{path} is missing. Restore it or build the dataset again.")
     return path
 
 
@@ -136,7 +136,7 @@ class _Shards:
 
         Raises:
           ValueError: the shard changed or is damaged.
-          Unreadable: it cannot be read now.
+          Unreadable: the shard cannot be read now.
         """
         snapshot = self.snapshots[shard]
         snapshot.check()
@@ -150,7 +150,7 @@ class _Shards:
         return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
-        """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
+        """Raises ValueError unless the shards hold these numbers of records. A truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
             with decode_errors(file, remedy=_REMEDY):
@@ -176,7 +176,7 @@ def _texts(shards: _Shards) -> records.Documents:
     """Returns the documents of a dataset of kind text."""
 
     def first_record(shard: int, document: int) -> int:
-        """Returns the first record of a document; for document = documents of the shard, its number of records."""
+        """Returns the first record of a document, or the number of records for the number of documents of the shard."""
         long = shards.manifest.shards[shard]["long"]
         return document + sum(num_records - 1 for earlier, num_records in long if earlier < document)
 
@@ -228,13 +228,13 @@ def _index(snapshot: Snapshot, name: str) -> np.ndarray:
 
 
 def index_path(shard: str | os.PathLike) -> pathlib.Path:
-    """Returns the path of the index of a shard of token ids: shard-00000-of-00008.index.npz."""
+    """Returns the path of the index of a shard of token ids, such as shard-00000-of-00008.index.npz."""
     path = pathlib.Path(shard)
     return path.with_name(path.name.removesuffix(SHARD_SUFFIX) + ".index.npz")
 
 
 def block_tokens(block: bytes, document: int, *, num_documents: int, where: str) -> np.ndarray:
-    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`."""
+    """Returns the ids int32[n] of a document of a block, by its number. The block must hold `num_documents`."""
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
         raise _damage(where, f"it is not a block of {num_documents} documents")
@@ -248,14 +248,14 @@ def block_tokens(block: bytes, document: int, *, num_documents: int, where: str)
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> records.Documents:
-    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given."""
+    """Returns the documents of a dataset. Token ids must come from the tokenizer with `tokenizer_sha256`, if given."""
     manifest = read_manifest(folder)
     if manifest.kind == "text":
         return _texts(_Shards(pathlib.Path(folder), manifest))
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
             f"{key}: {folder} holds token ids from the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
-            f"but data.tokenizer has {tokenizer_sha256[:12]}…; set data.tokenizer to the one it was built with, or "
-            "build the texts again: python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
+            f"but data.tokenizer has {tokenizer_sha256[:12]}…. Set data.tokenizer to the one it was built with, or "
+            "build the texts again:\n  python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
         )
     return _token_ids(_Shards(pathlib.Path(folder), manifest))

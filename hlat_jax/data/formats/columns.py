@@ -1,6 +1,6 @@
-"""Columns of text by row: the row groups of Parquet, which are decoded whole, and Arrow IPC files and streams.
+"""Reads columns of text by row, from row groups of Parquet, which are decoded whole, and from Arrow IPC.
 
-Arrow's are memory-mapped: HLAT's files are streams of one batch of any size.
+Arrow files and streams are memory-mapped. HLAT's files are streams of one batch of any size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ColumnCache:
-    """An LRU cache of decoded columns, about `max_bytes` of them, shared by all files of a corpus; thread-safe.
+    """A thread-safe LRU cache of about `max_bytes` of decoded columns, shared by all files of a corpus.
 
     One column is decoded at a time, which bounds the memory.
     """
@@ -40,7 +40,7 @@ class ColumnCache:
         self._columns: collections.OrderedDict[Hashable, pyarrow.ChunkedArray] = collections.OrderedDict()
 
     def get(self, key: Hashable, load: Callable[[], pyarrow.ChunkedArray]) -> pyarrow.ChunkedArray:
-        """Returns the column under `key`, which `load` returns if it is not cached."""
+        """Returns the column under `key`, from `load` if it is not cached."""
         with self._lock:
             if key not in self._columns:
                 self._columns[key] = load()
@@ -55,7 +55,7 @@ def check_text_column(schema: pyarrow.Schema, field: str, *, where: str) -> None
     """Raises ValueError unless there is one column `field`, and it holds text or a dictionary of text."""
     if schema.names.count(field) != 1:
         raise ValueError(
-            f"{where} must have one column {field!r}; it has {', '.join(schema.names)}; set data.text_field, or "
+            f"{where} must have one column {field!r}, and it has {', '.join(schema.names)}. Set data.text_field, or "
             "--text_field of a command."
         )
     kind, types = schema.field(field).type, pyarrow.types
@@ -69,8 +69,8 @@ def cell(column: pyarrow.Array | pyarrow.ChunkedArray, index: int, *, field: str
     """Returns one text of a column.
 
     Raises:
-      BadRecord: null, empty, or not UTF-8.
-      pyarrow.ArrowException: a text outside the column, with which pyarrow would crash.
+      BadRecord: the text is null, empty, or not UTF-8.
+      pyarrow.ArrowException: the text lies outside the column, which would crash pyarrow.
     """
     text = column.slice(index, 1)
     text.validate(full=not (pyarrow.types.is_string(text.type) or pyarrow.types.is_large_string(text.type)))
@@ -87,14 +87,14 @@ def check_size(file: DataFile, part: str, *, field: str, num_bytes: int) -> None
     if num_bytes > MAX_PART_BYTES:
         raise ValueError(
             f"{file}, {part}: {format_bytes(num_bytes)} are decoded to read any one document in it, more than "
-            f"{format_bytes(MAX_PART_BYTES)}. Convert it and train on that: {build_command(file, text_field=field)}"
+            f"{format_bytes(MAX_PART_BYTES)}. Convert it and train on that:\n  {build_command(file, text_field=field)}"
         )
 
 
 def column_documents(
     snapshot: Snapshot, *, rows: Sequence[int], load: Callable[[int], pyarrow.ChunkedArray], field: str
 ) -> records.Documents:
-    """Returns the texts of a file in parts by number; `rows` of each part, whose column `load` returns."""
+    """Returns the texts of a file in parts by number. Each part has `rows` rows, and `load` returns its column."""
     starts = records.starts(rows)
 
     def read(index: int) -> str:
@@ -149,7 +149,7 @@ def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
 
 
 def arrow_documents(snapshot: Snapshot, *, field: str) -> records.Documents:
-    """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
+    """Returns the texts of an Arrow IPC file or stream by number. An uncompressed file takes no memory."""
     file, batches, decoded_bytes = snapshot.file, [], 0
     with decode_errors(file), pyarrow.memory_map(os.fsencode(file)) as mapped:
         whole = mapped.read_buffer()  # stays mapped after the file is closed
@@ -160,7 +160,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str) -> records.Documents:
             decoded_bytes += sum(buffer.size for buffer in buffers if buffer.address not in inside)
             check_size(file, "compressed", field=field, num_bytes=decoded_bytes)
         if not (bytes(whole[:6]) == _FILE_MAGIC or (whole.size >= 8 and bytes(whole[-8:]) == _END_OF_STREAM)):
-            raise pyarrow.ArrowInvalid("no end-of-stream marker: it was truncated, or its writer was not closed")
+            raise pyarrow.ArrowInvalid("no end-of-stream marker, as it was truncated, or its writer was not closed")
     return column_documents(snapshot, rows=[len(batch) for batch in batches], load=batches.__getitem__, field=field)
 
 

@@ -1,4 +1,4 @@
-"""Errors of the libraries that decode files: damage is told from a read that failed."""
+"""Separates damaged files from failed reads in the errors of the libraries that decode files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def decode_errors(
     file: DataFile | os.PathLike,
     *,
     part: str = "",
-    remedy: str = "restore the file, or write it again",
+    remedy: str = "Restore the file, or write it again",
     errors: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Converts what a library raises that decodes `part` of a file: to Unreadable if a read failed, else to ValueError.
+    """Converts errors of a library that decodes `part` of a file to Unreadable if a read failed, else to ValueError.
 
     `errors` are further types that mean damage.
 
-    pyarrow raises a bare OSError for bytes that it cannot decode, one with a number, or of a subclass, for a read that
-    failed, and errors of Python's files as they are. array_record raises a RuntimeError that names the system call.
+    pyarrow raises a bare OSError for bytes that it cannot decode. For a failed read the OSError has a number or is of a
+    subclass. Errors of Python's files pass unchanged. array_record raises a RuntimeError that names the system call.
     """
     try:
         yield
@@ -38,4 +38,4 @@ def decode_errors(
         failed_read = isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError)
         if failed_read or (isinstance(error, RuntimeError) and "() failed: " in str(error)):
             raise unreadable(file, error) from None
-        raise ValueError(f"{file}{part and ', '}{part}: it cannot be decoded ({error}); {remedy}.") from None
+        raise ValueError(f"{file}{part and ', '}{part} cannot be decoded ({error}). {remedy}.") from None

@@ -1,4 +1,4 @@
-"""Reads byte ranges of local files and detects files that change during a run; opens URLs in order, with fsspec."""
+"""Reads byte ranges of local files and detects files that change during a run. Opens URLs in order, with fsspec."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirector
 
 
 class NotFound(ValueError):
-    """Data that does not exist or cannot be listed: a mistake, unless the run has read it before; see Retries."""
+    """Data does not exist or cannot be listed, by a mistake unless the run has read it before, see Retries."""
 
 
 class Unreadable(OSError):
-    """Data that is there, or was, and cannot be read now: a fault of the file system, which may pass; see Retries."""
+    """Existing data cannot be read now. This fault of the file system may pass, see Retries."""
 
 
 class DataFile:
-    """A file, or the folder of a built dataset, at a local path, or a URL such as s3://bucket/a.jsonl.
+    """A file or the folder of a built dataset at a local path, or a file at a URL such as s3://bucket/a.jsonl.
 
-    `where` is its name in errors. Nothing is read before a method is called.
+    `where` is the name in errors. Nothing is read before a method is called.
     """
 
     __slots__ = ("is_built", "where")
@@ -45,7 +45,7 @@ class DataFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is behind a URL, and so read in order only."""
+        """Whether the file is behind a URL, and so read only in order."""
         return "://" in self.where
 
     @property
@@ -73,19 +73,18 @@ class DataFile:
 
 
 class Snapshot:
-    """The state of a file when it was opened; reads raise once the file has changed.
+    """The state of a file at its opening. Reads raise an error once the file has changed.
 
-    The size and the time of writing are compared before each read. If only the time differs, the file is unchanged if
-    its fingerprint is the same.
+    The size and the time of writing are compared before each read. If only the time differs, the fingerprint decides.
 
     Attributes:
-      size, fingerprint: bytes of the file, and the digits that `fingerprint` returned for it.
-      state: a string that changes when the file is rewritten, also between the blocks of the fingerprint.
-      content_hash: 32 hex digits of all bytes, which a caller sets that has read them all, else None.
+      size, fingerprint: the bytes of the file, and the digits that `fingerprint` returned for it.
+      state: a string that changes if the file is rewritten, also between the blocks of the fingerprint.
+      content_hash: 32 hex digits of all bytes, set by a caller that has read them all, else None.
 
     Raises:
       NotFound: the file does not exist.
-      Unreadable: it cannot be read now.
+      Unreadable: the file cannot be read now.
     """
 
     __slots__ = ("_written_ns", "content_hash", "file", "fingerprint", "size", "state")
@@ -111,12 +110,12 @@ class Snapshot:
 
     @property
     def identity(self) -> str:
-        """32 hex digits of the location of the file and its state."""
+        """32 hex digits that identify the location of the file and its state."""
         located = f"{self.file.where}\n{self.state}"
         return hashlib.blake2b(os.fsencode(located), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raises ValueError if the local file changed since it was opened, Unreadable if it is away."""
+        """Raises ValueError if the local file changed since it was opened, and Unreadable if it is gone."""
         try:
             stat = os.stat(self.file)
             if stat.st_size != self.size:
@@ -131,7 +130,7 @@ class Snapshot:
         except OSError as error:
             raise unreadable(self.file, error) from None
         raise ValueError(
-            f"{self.file} changed {change} since it was opened; restore it, or start a new run in another --workdir."
+            f"{self.file} changed {change} since it was opened. Restore it, or start a new run in another --workdir."
         )
 
     def read(self, start: int, length: int) -> bytes:
@@ -139,7 +138,7 @@ class Snapshot:
 
         Raises:
           ValueError: the file changed.
-          Unreadable: it cannot be read now.
+          Unreadable: the file cannot be read now.
         """
         self.check()
         try:
@@ -147,7 +146,7 @@ class Snapshot:
         except OSError as error:
             raise unreadable(self.file, error) from None
         if len(raw) != length:
-            raise ValueError(f"{self.file} was truncated after it was opened; restore it.")
+            raise ValueError(f"{self.file} was truncated after it was opened. Restore it.")
         return raw
 
 
@@ -173,7 +172,7 @@ def new_content_hash() -> Any:
 
 
 def fingerprint(file: DataFile | str | os.PathLike) -> str:
-    """Returns 32 hex digits of the size and of 16 evenly spaced blocks of 64 KiB, first and last among them.
+    """Returns 32 hex digits of the size and of 16 evenly spaced blocks of 64 KiB, with the first and the last block.
 
     Files up to 1 MiB are hashed whole. An edit between the blocks of a longer file that keeps its size is not detected.
     """

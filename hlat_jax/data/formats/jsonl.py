@@ -1,4 +1,4 @@
-"""Random access to the texts of a JSONL file through an index of its lines.
+"""Reads the texts of a JSONL file in any order through an index of its lines.
 
 The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder.
 """
@@ -38,11 +38,11 @@ class LineIndex(NamedTuple):
 
 
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
-    """Returns the index of a file: the one in `folder` if the file has not changed since, else a new one.
+    """Returns the index of a file, from `folder` if the file has not changed since, else a new one.
 
     Raises:
       ValueError: the file changed while it was indexed.
-      OSError: the disk of `folder` is full or broken; that it cannot be written to is no error.
+      OSError: the disk of `folder` is full or broken. A read-only folder raises no error.
     """
     if folder is None:
         return _new_index(snapshot)
@@ -92,12 +92,12 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     except FileNotFoundError:
         return None
     except NPZ_DAMAGE:
-        say("index", f"{path} is damaged: it is made again")
+        say("index", f"{path} is damaged, and made again")
         return None
 
 
 def jsonl_documents(snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None) -> records.Documents:
-    """Returns the texts of a JSONL file by number. Rows are counted over all lines; blank ones are not documents."""
+    """Returns the texts of a JSONL file by number. Rows count all lines, but blank lines are not documents."""
     lines, snapshot.content_hash = line_index(snapshot, folder=index_folder)
     where = snapshot.file.where
 
@@ -105,7 +105,7 @@ def jsonl_documents(snapshot: Snapshot, *, field: str, index_folder: pathlib.Pat
         start, end, row = lines[index].tolist()
         if end - start > records.MAX_RECORD_BYTES:
             snapshot.check()
-            reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
+            reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}, as in a JSON array."
             raise records.BadRecord(where, row, reason)
         return records.json_text(snapshot.read(start, end - start), field=field, where=where, row=row)
 

@@ -1,4 +1,4 @@
-"""Finds the files that a config or a command names: paths, folders, globs and URLs, by suffix and in order.
+"""Finds the files that a config or a command names by paths, folders, globs and URLs, by suffix and in order.
 
 A folder that `python -m hlat_jax.data build` wrote counts as one file.
 """
@@ -43,7 +43,7 @@ def asset_path(name: str) -> pathlib.Path:
     path = folder / name
     if path.parent != folder or not path.is_file():
         shipped = sorted(p.name for p in folder.iterdir() if p.suffix in (".jsonl", ".model"))
-        raise ValueError(f"package:{name} does not ship with hlat_jax; these do: {', '.join(shipped)}.")
+        raise ValueError(f"package:{name} does not ship with hlat_jax. Use one of {', '.join(shipped)}.")
     return path
 
 
@@ -60,7 +60,7 @@ class FoundFiles:
     """The result of find_files.
 
     Attributes:
-      ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
+      ignored: the files in folders with an unknown suffix, except names that begin with "." or "_".
     """
 
     files: list[DataFile]
@@ -75,11 +75,11 @@ class FoundFiles:
 
 
 def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, text_field: str = "text") -> FoundFiles:
-    """Returns the files that `spec` names, in order: as written, and by name within a folder or glob.
+    """Returns the files that `spec` names, in the order as written, and by name within a folder or glob.
 
     `spec` is paths separated by commas, or a sequence of paths, in which a comma is part of a name. `key` is the config
     path and `text_field` its key of text, for errors. A folder, named or matched by a glob, is searched recursively for
-    known suffixes; hidden names are ignored, and a dataset that `build` wrote is one entry. The order depends on names
+    known suffixes. Hidden names are ignored, and a dataset that `build` wrote is one entry. The order depends on names
     below the folder, not on its location. `in_order` accepts URLs, .gz and .zst too, for readers in order.
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
@@ -92,16 +92,16 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
         files = _remote_files(part, key=key, search=search) if is_remote else _local_files(part, key=key, search=search)
         if not files:
             ignored = f" ({search.describe_ignored()})" if search.ignored else ""
-            raise NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(_FORMATS)}{ignored}.")
+            raise NotFound(f"{key}: {part} has no files that end in {', '.join(_FORMATS)}{ignored}.")
         for file in files:
             _check_suffix(file, key=key, in_order=in_order, text_field=text_field)
         search.files.extend(files)
     if not search.files:
-        raise NotFound(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
+        raise NotFound(f"{key}={spec!r} names no files. Give files, folders or globs, separated by commas.")
     locations = collections.Counter(file.where if file.is_remote else os.path.realpath(file) for file in search.files)
     for location, count in locations.items():
         if count > 1:
-            raise ValueError(f"{key}={spec!r} names {location} twice; its documents would be repeated within an epoch.")
+            raise ValueError(f"{key}={spec!r} names {location} twice, and would repeat its documents. Name it once.")
     return search
 
 
@@ -211,7 +211,7 @@ def _remote_files(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', or a format of _FORMATS; '' of a file that find_files refuses."""
+    """Returns 'built' or a format of _FORMATS, or '' for a file that find_files refuses."""
     return "built" if file.is_built else _FORMATS.get(_data_suffix(file.name), "")
 
 
@@ -221,16 +221,16 @@ def _check_suffix(file: DataFile, *, key: str, in_order: bool, text_field: str) 
     kind, is_compressed = file_format(file), file.suffix in _COMPRESSED_SUFFIXES
     if _OUR_SHARD.fullmatch(file.name):
         raise ValueError(
-            f"{key}: {file} is one shard of a dataset; give its folder, with its manifest.json, or finish that build "
+            f"{key}: {file} is one shard of a dataset. Give its folder, with its manifest.json, or finish that build "
             "by running its command again."
         )
     is_readable = not is_compressed or (file.suffix in STREAMED_SUFFIXES and kind in ("jsonl", "text"))
     if kind in ("megatron", "npy") and in_order:
-        raise ValueError(f"{key}: {file} holds token ids, which are trained on in place: data.train={file}.")
+        raise ValueError(f"{key}: {file} holds token ids. Train on them in place with data.train={file}.")
     if not kind or not is_readable or (kind in ("array_record", "megatron", "npy") and file.is_remote):
         raise ValueError(
-            f"{key}: {file} has the suffix {file.suffix!r}; known are {', '.join(_FORMATS)} and datasets that build "
-            "wrote, also .gz and .zst of JSONL and text for build; ArrayRecord and token ids are read from local disks."
+            f"{key}: {file} has the suffix {file.suffix!r}. Use {', '.join(_FORMATS)}, a built dataset or, for build, "
+            "JSONL or text as .gz or .zst, with ArrayRecord and token ids on local disks."
         )
     if not in_order and is_compressed:
         raise _not_by_number(file, key=key, text_field=text_field)
@@ -242,7 +242,7 @@ def is_url(path: str) -> bool:
 
 
 def refuse_url(url: str, *, key: str, text_field: str = "text") -> NoReturn:
-    """Raises ValueError for a URL of text to train on or to evaluate; makes no network request."""
+    """Raises ValueError for a URL of text to train on or to evaluate. Makes no network request."""
     file = DataFile(url)
     if _data_suffix(file.name):
         _check_suffix(file, key=key, in_order=False, text_field=text_field)
@@ -252,7 +252,7 @@ def refuse_url(url: str, *, key: str, text_field: str = "text") -> NoReturn:
 def _not_by_number(file: DataFile, *, key: str, text_field: str) -> ValueError:
     return ValueError(
         f"{key}: {file} cannot be read by number, as it is compressed or behind a URL. Convert it and train on "
-        f"that: {build_command(file, text_field=text_field)}"
+        f"that:\n  {build_command(file, text_field=text_field)}"
     )
 
 

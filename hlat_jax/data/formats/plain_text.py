@@ -1,4 +1,4 @@
-"""Plain-text files, as one document each or cut into documents at paragraphs."""
+"""Reads plain-text files, as one document each or cut into documents at paragraphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLANK_LINES, _LINE_ENDS = re.compile(rb"\r?\n[ \t\r]*\n\s*"), re.compile(rb"\r?
 
 
 def text_documents(files: Sequence[DataFile], *, cut: bool) -> records.Documents:
-    """Returns plain-text files by number: a file each, or whole paragraphs without the blank lines between."""
+    """Returns documents by number, each a plain-text file, or whole paragraphs without the blank lines between."""
     snapshots = tuple(Snapshot(file) for file in files)
     spans = [np.asarray([[0, snapshot.size]]) for snapshot in snapshots]
     if cut:
@@ -42,21 +42,21 @@ def text_documents(files: Sequence[DataFile], *, cut: bool) -> records.Documents
 
 def _read_whole(snapshot: Snapshot) -> bytes:
     if snapshot.size > records.MAX_RECORD_BYTES:
-        reason = f"{snapshot.size} bytes in one document, more than {records.MAX_RECORD_BYTES}; split it."
+        reason = f"{snapshot.size} bytes in one document, more than {records.MAX_RECORD_BYTES}. Split it."
         raise records.BadRecord(snapshot.file.where, None, reason)
     return snapshot.read(0, snapshot.size)
 
 
 def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of parts of whole paragraphs; a part of more than 64 KiB is cut at line ends.
+    """Yields (start, stop) of parts of whole paragraphs. A part of more than 64 KiB is cut at line ends.
 
-    A part ends with the first paragraph, or line, that brings it to 4 KiB. In a text of less than 256 KiB, a 64th of
-    it takes the place of 4 KiB, and a quarter of it that of 64 KiB. `raw` is the content of the file.
+    A part ends with the first paragraph, or line, that brings it to 4 KiB. In a text of less than 256 KiB, a 64th and a
+    quarter of its size take the place of 4 KiB and 64 KiB. `raw` is the content of the file.
     """
     records.utf8_text(raw, where=file.where, row=None)
     if b"\0" in raw:
         raise ValueError(
-            f"{file} holds NUL bytes, so it is not text in UTF-8; give text, or convert it: iconv -f UTF-16 -t UTF-8"
+            f"{file} holds NUL bytes, so it is not UTF-8. Give text, or convert it with iconv -f UTF-16 -t UTF-8."
         )
     least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
     begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0

@@ -1,4 +1,4 @@
-"""Records in files of any format: their numbers across files, their text, and the error for one without usable text."""
+"""Records in files of any format, by number across files, and the error for a record without usable text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KEY_CHARS_SHOWN = 40
 
 
 class BadRecord(ValueError):
-    """One record without usable text, which `data.on_bad_record="skip"` skips; a damaged file is a plain ValueError.
+    """A record has no usable text. `data.on_bad_record="skip"` skips it. A damaged file is a plain ValueError.
 
     Attributes:
-      problem: file, row and reason, without what to change.
+      problem: the file, row and reason, without the remedy.
     """
 
     def __init__(self, where: str, row: int | None, reason: str):
@@ -37,12 +37,12 @@ class BadRecord(ValueError):
 
 
 class Answered(str):
-    """A document of which only the answers are trained on; as a str, all of its text.
+    """A document in which only the answers are trained on. As a str it is all of the text.
 
     Attributes:
-      messages: of a conversation, dicts with role and content; None: a prompt, and its answer from `start`.
-      start: first character of the answer.
-      where: file and row, for errors.
+      messages: the messages of a conversation, dicts with role and content. None stands for a prompt and its answer.
+      start: the first character of the answer to a prompt.
+      where: the file and row, for errors.
     """
 
     messages: list[dict[str, str]] | None
@@ -58,7 +58,7 @@ class Answered(str):
 
 
 def starts(counts: Iterable[int]) -> np.ndarray:
-    """Returns int64[n + 1]: the number of the first record of each of n consecutive parts, and the total."""
+    """Returns the number of the first record of each of n consecutive parts, and the total, as int64[n + 1]."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
@@ -70,14 +70,14 @@ def find_part(starts: np.ndarray, index: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """The documents of a file or dataset by number: str, or int32[n] where it stores token ids.
+    """The documents of a file or dataset by number, each a str, or int32[n] if token ids are stored.
 
     Attributes:
       snapshots: the files that are read.
       read: number -> document.
-      locate: number -> file and row, for errors; reads nothing.
+      locate: number -> file and row, for errors, without reading.
       text_bytes: number -> UTF-8 bytes of the text of a document of token ids.
-      facts: what else identifies them, for their entry in a manifest.
+      facts: further values that identify the documents in a manifest.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -101,7 +101,7 @@ def texts_of_rows(
     read: Callable[[int], str],
     row_of: Callable[[int], int] = lambda index: index + 1,
 ) -> Documents:
-    """Returns the texts of a file whose rows are documents; `row_of` returns the row of a document, for errors."""
+    """Returns the texts of a file with a document in each row. `row_of` returns the row of a document, for errors."""
     return Documents(
         snapshots=(snapshot,),
         num_documents=num_documents,
@@ -114,7 +114,7 @@ def check_text(text: Any, *, field: str, where: str, row: int) -> str:
     """Returns `text` if it is a string that UTF-8 can encode.
 
     Raises:
-      BadRecord: it is null, empty, of another type, or has a lone surrogate.
+      BadRecord: the value is null, empty, of another type, or has a lone surrogate.
     """
     if text == "":
         raise BadRecord(where, row, f"{field!r} is empty.")
@@ -133,15 +133,15 @@ def check_text(text: Any, *, field: str, where: str, row: int) -> str:
 
 
 def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
-    """Returns the text of a record of bare UTF-8; `row` is None for a file, or a part of one.
+    """Returns the text of a record of bare UTF-8. `row` is None for a file, or a part of one.
 
     Raises:
-      BadRecord: it is empty, or not UTF-8.
+      BadRecord: the record is empty, or not UTF-8.
     """
     try:
         text = raw.decode("utf-8-sig" if row is None else "utf-8")
     except UnicodeDecodeError as error:
-        reason = f"invalid UTF-8: {error.reason} at byte {error.start}; iconv -t UTF-8 converts it."
+        reason = f"invalid UTF-8, {error.reason} at byte {error.start}. Convert it with iconv -t UTF-8."
         raise BadRecord(where, row, reason) from None
     if not text:
         raise BadRecord(where, row, "it is empty.")
@@ -151,10 +151,10 @@ def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
 def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> str:
     """Returns the text under the key `field` of one line of JSON.
 
-    It is `Answered` where `field` is PROMPT,ANSWER, or a list of messages is under it.
+    The text is `Answered` if `field` is PROMPT,ANSWER or has a list of messages.
 
     Raises:
-      BadRecord: invalid UTF-8, broken or truncated JSON, not an object, no such key, no text under it.
+      BadRecord: the line is not UTF-8, not complete JSON, not an object, or has no such key or no text under it.
       ValueError: `field` names more than two keys.
     """
     try:
@@ -168,13 +168,13 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     fields = field.split(",")
     if len(fields) > 2:
         raise ValueError(
-            f"{where}: the text field {field!r} names {len(fields)} keys; name one, or two as PROMPT,ANSWER, and "
+            f"{where}: the text field {field!r} names {len(fields)} keys. Name one, or two as PROMPT,ANSWER, and "
             "rename a key that has a comma."
         )
     for field in (name for name in fields if name not in record):
         keys = ", ".join(repr(key)[:_KEY_CHARS_SHOWN] for key in sorted(record)[:_KEYS_SHOWN])  # may be unprintable
         more = f" and {len(record) - _KEYS_SHOWN} more" if len(record) > _KEYS_SHOWN else ""
-        raise BadRecord(where, row, f"no key {field!r}; its keys are {keys or 'none'}{more}.")
+        raise BadRecord(where, row, f"no key {field!r} among its keys {keys or 'none'}{more}.")
     if len(fields) == 1 and isinstance(record[field], list):
         return _conversation(record[field], field=field, where=where, row=row)
     prompt, *answer = (check_text(record[name], field=name, where=where, row=row) for name in fields)

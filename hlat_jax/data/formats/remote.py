@@ -1,4 +1,4 @@
-"""Files behind URLs, read with fsspec: each request has a time limit, and is tried again only for so long."""
+"""Reads files behind URLs with fsspec. Each request has a time limit, and is tried again for a limited time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RemoteError(OSError):
-    """A request for a URL that failed, after all tries; the message does not have the URL."""
+    """A request for a URL failed after all tries. The message does not have the URL."""
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -35,9 +35,9 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         if protocol in ("s3", "s3a", "http", "https"):
             raise ValueError(f"{url}: {error}. Run pip install 'hlat_jax[s3]', or give a local path.") from None
-        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
+        raise ValueError(f"{url}: {error}. Install the package that fsspec needs, or give a local path.") from None
     except ValueError as error:
-        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
+        raise ValueError(f"{url}: {error}. Install the package that fsspec needs, or give a local path.") from None
     if protocol in ("s3", "s3a"):
         filesystem.retries = 1  # else it multiplies the tries of `retry`
     return filesystem, path
@@ -61,12 +61,12 @@ def _timeouts(protocol: str) -> dict[str, Any]:
 
 
 def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
-    """Returns `ask()`, which is called again after a fault of the network, at the latest `for_s` after it began.
+    """Returns `ask()`, and calls it again after a fault of the network, for `for_s` (OPENING_S) at most.
 
-    `for_s` is OPENING_S by default. The first fault is a line on stderr.
+    The first fault is a line on stderr.
 
     Raises:
-      OSError: a RemoteError for what may pass, or a subclass such as FileNotFoundError for what does not.
+      OSError: a RemoteError for faults that may pass, or a subclass such as FileNotFoundError for others.
     """
     began_s, wait_s = time.monotonic(), _FIRST_WAIT_S
     for_s = OPENING_S if for_s is None else for_s
@@ -103,7 +103,7 @@ def _describe(error: BaseException) -> str:
 
 
 def open_url(url: str) -> BinaryIO:
-    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retry`."""
+    """Returns a file behind a URL opened for reading in order. Opening and reads are tried again as in `retry`."""
     filesystem, path = filesystem_of(url)
     return io.BufferedReader(_RetriedReads(retry(lambda: filesystem.open(path, "rb"), url), url))
 

@@ -1,7 +1,7 @@
-"""Sequential reading of documents, for commands that read all text once: `build` and `tokenizer`.
+"""Reads documents in order, for `build` and `tokenizer`, which read all text once.
 
 Reads every format that training reads, and .gz, .zst and URLs, which cannot be read by number. Memory holds one
-record, or one small batch of a column, whatever the size of the file. Texts and errors are those of random access.
+record, or one small batch of a column, whatever the size of the file. Texts and errors are the same as by number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Item = tuple[str | records.BadRecord, int | None]
 
 
 def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -> Iterator[Item]:
-    """Yields (text, row) of every document of a file or built dataset; rows count from 1; None for plain text.
+    """Yields (text, row) of every document of a file or built dataset. Rows count from 1, and are None for plain text.
 
     For an unusable record the BadRecord with the reason is yielded, and reading continues with the next one. `cut_text`
     cuts plain text into documents at paragraphs.
@@ -49,7 +49,7 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
     else:
         documents = open_built(file.where, key="IN", tokenizer_sha256=None)
         if documents.text_bytes is not None:
-            raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
+            raise ValueError(f"{file} holds token ids, not text. Give the text it was built from.")
         yield from _by_number(documents)
 
 
@@ -91,7 +91,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
             if len(line) > limit:
                 while (rest := stream.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
                     pass
-                yield records.BadRecord(where, row, f"more than {limit} bytes in one line; is it a JSON array?"), row
+                yield records.BadRecord(where, row, f"more than {limit} bytes in one line, as in a JSON array."), row
             elif not is_blank:
                 yield _or_bad(lambda: records.json_text(line, field=field, where=where, row=row)), row  # noqa: B023
 
@@ -101,7 +101,7 @@ def _text(file: DataFile, *, cut: bool) -> Iterator[Item]:
     with _open(file) as stream:
         raw = stream.read(limit + 1)
     if len(raw) > limit:
-        yield records.BadRecord(where, None, f"more than {limit} bytes in one document; split it."), None
+        yield records.BadRecord(where, None, f"more than {limit} bytes in one document. Split it."), None
     elif not cut:
         yield _or_bad(lambda: records.utf8_text(raw, where=where, row=None)), None
     else:

@@ -1,8 +1,9 @@
-"""Token ids that other programs made, read in place: Megatron-LM's .bin beside its .idx, and .npy.
+"""Reads token ids that other programs made in place, Megatron-LM's .bin with its .idx, and .npy.
 
-The index of Megatron-LM: the magic, a version of 8 bytes, a code of the ids' dtype in 1, the numbers of sequences and
-of document boundaries in 8 each; then int32 lengths and int64 offsets in bytes of the sequences, and int64 boundaries,
-of which the first is 0. Little-endian. Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+The index of Megatron-LM is little-endian. It begins with the magic, a version of 8 bytes and a code of the ids' dtype
+in 1. The numbers of sequences and of document boundaries follow in 8 each. The rest is int32 lengths and int64 offsets
+in bytes of the sequences, and int64 boundaries, beginning with 0.
+Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hlat_jax.data.formats.records import Documents
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_REMEDY = "write it again"
+_REMEDY = "Write it again"
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 24, 16
 
 
 class Vocabulary(Protocol):
-    """What is asked of a tokenizer here; see `data.tokenizer.Tokenizer`."""
+    """The part of `data.tokenizer.Tokenizer` that this module needs."""
 
     vocab_size: int
     model_vocab_size: int | None
@@ -50,16 +51,16 @@ class _Ids:
             self._check(self._read(*self._blocks[block]), where=str(snapshot.file))
 
     def find(self, token: int) -> np.ndarray:
-        """Returns the places of a token among all ids, in order; memory holds a block of them."""
+        """Returns the places of a token among all ids, in order. Memory holds a block of ids."""
         places = (start + np.flatnonzero(self._read(start, stop) == token) for start, stop in self._blocks)
         return np.concatenate([np.zeros(0, np.int64), *places])
 
     def documents(self, bounds: np.ndarray, *, snapshots: tuple[Snapshot, ...] = ()) -> Documents:
-        """Returns the documents, as they are; document i has the ids from bounds[i] to bounds[i + 1].
+        """Returns the documents unchanged. Document i has the ids from bounds[i] to bounds[i + 1].
 
         Args:
-          bounds: int64[n + 1]; documents without ids are left out, and not counted.
-          snapshots: of further files.
+          bounds: int64[n + 1]. Documents without ids are left out, and not counted.
+          snapshots: the snapshots of further files.
         """
         if not (np.diff(bounds) > 0).all():
             bounds = np.unique(bounds)
@@ -86,7 +87,7 @@ class _Ids:
             model = "" if tokenizer.model_vocab_size is None else f" (model.vocab_size={tokenizer.model_vocab_size})"
             raise ValueError(
                 f"{where} has the token id {least if least < 0 else most}, and data.tokenizer has "
-                f"{tokenizer.vocab_size} tokens{model}; give the tokenizer that made these ids, and a model.vocab_size "
+                f"{tokenizer.vocab_size} tokens{model}. Give the tokenizer that made these ids, and a model.vocab_size "
                 "of at least its size."
             )
 
@@ -96,37 +97,37 @@ class _Ids:
 
 
 def npy_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> Documents:
-    """Returns the rows of a .npy of two axes; of one axis what ends with EOS, which is read whole, and the rest."""
+    """Returns the rows of a .npy of two axes, or the parts up to each EOS of one axis, for which it reads all ids."""
     file = snapshot.file
     try:
         ids = np.lib.format.open_memmap(file.where, mode="r")  # np.load would open a .npz under this name too
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} is not a whole .npy file: {error}; {_REMEDY} with numpy.save.") from None
+        raise ValueError(f"{file} is not a whole .npy file ({error}). {_REMEDY} with numpy.save.") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu":
-        raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}; token ids are integers in one axis or in rows.")
+        raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}. Token ids are integers in one axis or in rows.")
     if not ids.flags.c_contiguous:
-        raise ValueError(f"{file} is in Fortran order; save numpy.ascontiguousarray of it.")
+        raise ValueError(f"{file} is in Fortran order. Save numpy.ascontiguousarray of it.")
     stored = _Ids(snapshot, dtype=ids.dtype, offset=ids.offset, total=ids.size, tokenizer=tokenizer)
     if ids.ndim == 2:
         return stored.documents(np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
     ends = stored.find(tokenizer.eos_id)
     if not len(ends):
         raise ValueError(
-            f"{file} has one axis and nowhere the id {tokenizer.eos_id}, EOS of data.tokenizer, which ends documents "
-            "there; give the tokenizer that made these ids, or save rows, each of which is a document."
+            f"{file} has one axis and nowhere the id {tokenizer.eos_id}, EOS of data.tokenizer, to end documents. "
+            "Give the tokenizer that made these ids, or save each document as a row."
         )
     return stored.documents(np.concatenate([[0], ends + 1, [len(ids)]]))
 
 
 def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> Documents:
-    """Returns the documents of a .bin, whose .idx lies beside it."""
+    """Returns the documents of a .bin with its .idx in the same folder."""
     path = pathlib.Path(snapshot.file).with_suffix(".idx")
     if not path.is_file():
-        raise NotFound(f"{snapshot.file}: its index {path} is missing; a .bin alone does not say what its ids are.")
+        raise NotFound(f"{snapshot.file}: its index {path} is missing. A .bin needs its .idx.")
     index, raw = Snapshot(DataFile(path)), path.read_bytes()
 
     def damaged(problem: str) -> ValueError:
-        return ValueError(f"{path} is not an index of Megatron-LM: {problem}; {_REMEDY}, with its .bin.")
+        return ValueError(f"{path} is not an index of Megatron-LM: {problem}. {_REMEDY}, with its .bin.")
 
     header = struct.Struct("<QBQQ")
     if raw[: len(_MAGIC)] != _MAGIC or len(raw) < len(_MAGIC) + header.size:
