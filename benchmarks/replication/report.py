@@ -1,6 +1,6 @@
-"""Writes docs/replication.md and its figures from the recorded results, which are all that it reads.
+"""Writes docs/replication.md, README.md here and the figures from the recorded results, which are all that it reads.
 
-    python -m benchmarks.replication.report [--results=FILE] [--drift=FILE] [--out=docs/replication.md]
+    python -m benchmarks.replication.report [--results=FILE] [--drift=FILE] [--out=FILE] [--record=FILE]
 
 Numbers, verdicts and figures follow from `results.jsonl`, `norm_drift.jsonl` and the rules of `findings.py`; the text
 that judges them is `conclusions.md`. Refuses a grid that is not whole.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import pathlib
+import re
 import statistics
 import sys
 from typing import NamedTuple
@@ -126,7 +127,7 @@ def section(name: str, finding: Finding, effect: Effect, body: list[str]) -> lis
         "",
         *body,
         "",
-        f"![{finding.title}](images/replication-{name}.png)",
+        f"![{finding.title}](../../docs/images/replication-{name}.png)",
         "",
     ]
 
@@ -251,6 +252,7 @@ def main() -> int:
     parser.add_argument("--results", type=pathlib.Path, default=run.RESULTS)
     parser.add_argument("--drift", type=pathlib.Path, default=norm_drift.RESULTS)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "replication.md")
+    parser.add_argument("--record", type=pathlib.Path, default=FOLDER / "README.md")
     values = parser.parse_args()
     try:
         results, drift = run.read_results(values.results), norm_drift.read_results(values.drift)
@@ -278,7 +280,7 @@ def main() -> int:
     draw_drift(drift, images / "replication-drift.png")
     diverged = [f"`{name}`: {row['diverged']}" for name, row in results.items() if "diverged" in row]
     hours = sum(row.get("cpu_s", 0) for row in (*results.values(), *drift.values())) / 3600
-    parts = (FOLDER / "conclusions.md").read_text().split("<!-- findings -->\n")
+    head, tail, record = re.split(r"<!-- \w+ -->\n", (FOLDER / "conclusions.md").read_text())
     summary = ["| finding | claim | effect, nats per token | verdict |", "|---|---|---|---|"]
     summary += [
         f"| {title} | {claim} | {effect} | {effect.verdict(claim)} |" for title, claim, effect in effects.values()
@@ -288,7 +290,8 @@ def main() -> int:
         f"Runs that diverged: {'; '.join(diverged) or 'none'}.",
         "",
     ]
-    values.out.write_text("\n".join([parts[0].rstrip(), "", *summary, "", *made, *sections, parts[1].strip(), ""]))
+    values.out.write_text("\n".join([head.rstrip(), "", *summary, "", *made, tail]))
+    values.record.write_text("\n".join([record, *sections]))
     print("\n".join([*summary, *made]))
     return 0
 

@@ -54,11 +54,13 @@ def test_a_spike_is_a_norm_far_above_the_twenty_before():
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_recorded_results_give(tmp_path, monkeypatch):
+def test_the_pages_are_what_the_recorded_results_give(tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
-    monkeypatch.setattr("sys.argv", ["report", f"--out={tmp_path / 'replication.md'}"])
+    made, record = tmp_path / "replication.md", tmp_path / "README.md"
+    monkeypatch.setattr("sys.argv", ["report", f"--out={made}", f"--record={record}"])
     assert report.main() == 0
     page = report.ROOT / "docs" / "replication.md"
-    assert (tmp_path / "replication.md").read_text() == page.read_text()
+    assert made.read_text() == page.read_text()
+    assert record.read_text() == (report.FOLDER / "README.md").read_text()
     drawn = {path.name for path in (tmp_path / "images").iterdir()}
     assert drawn == {path.name for path in (page.parent / "images").glob("replication*.png")}
