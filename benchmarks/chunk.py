@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.chunk_pass import chunk
 
 HEADS = 4
 

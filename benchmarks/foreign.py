@@ -2,7 +2,7 @@
 
     python benchmarks/foreign.py residuals [--models=nanodo,vit] [--xla] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
-    python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
+    python benchmarks/foreign.py budget [--share=0.6]              # remat_pass.fit at a share of what a step takes
     python benchmarks/foreign.py chunk [--max_bytes=64KiB]         # intermediates in chunks, and the bytes of a step
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
@@ -28,9 +28,9 @@ from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
 
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.passes import remat
-from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes import remat_pass
+from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.residuals import select_residuals
 
 ALL = MODELS | UNCHANGED
@@ -58,7 +58,7 @@ def residuals(name, *, small, by_xla, compiles):
     traces = [step_for_memory(form).trace(params, batch) for form in forms]
     lowered = [trace.lower() for trace in traces]
     flops = [step.cost_analysis()["flops"] for step in lowered[2:]]
-    temporaries = [remat.temporaries(traces[at]) for at in (0, 3)]
+    temporaries = [remat_pass.temporaries(traces[at]) for at in (0, 3)]
     cells = []
     if compiles:
         steps = [step.compile() for step in lowered]
@@ -108,11 +108,11 @@ def steps(name, *, small, pairs):
 def budget(name, *, small, share):
     """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
     loss, params, batch = ALL[name](small=small)
-    plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
+    plain = remat_pass.temporaries(step_for_memory(loss).trace(params, batch))
     began = time.monotonic()
     try:
-        plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
-    except remat.BudgetNotMet as refused:
+        plan = remat_pass.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
+    except remat_pass.BudgetNotMet as refused:
         least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
         found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
         print_row(name, format_bytes(plain), *found)
@@ -134,7 +134,7 @@ def in_chunks(name, *, small, max_bytes):
     found = chunk(loss, max_bytes=max_bytes)
     jax.eval_shape(found, params, batch)
     report, seconds = found.report(), time.monotonic() - began
-    plain, ours = (remat.temporaries(step_for_memory(form).trace(params, batch)) for form in (loss, found))
+    plain, ours = (remat_pass.temporaries(step_for_memory(form).trace(params, batch)) for form in (loss, found))
     used = "; ".join(f"{one.facts} x{one.count}" for one in report.replacements)
     apart = max((one.difference for one in report.replacements), default=None)
     held = f"{ours / MIB:.1f} ({ours / plain - 1:+.0%})"

@@ -311,10 +311,10 @@ def jax_step(job: dict):
     import jax.numpy as jnp
     import optax
 
-    from hlat_jax.passes import naming, remat
-    from hlat_jax.passes.autocast import autocast
-    from hlat_jax.passes.chunk import chunk
-    from hlat_jax.passes.kernels import kernels
+    from hlat_jax.passes import naming, remat_pass
+    from hlat_jax.passes.autocast_pass import autocast
+    from hlat_jax.passes.chunk_pass import chunk
+    from hlat_jax.passes.kernels_pass import kernels
     from hlat_jax.passes.residuals import select_residuals
 
     model = Model(**job["model"])
@@ -336,12 +336,14 @@ def jax_step(job: dict):
     if "residuals" in job["passes"]:
         loss = select_residuals(loss)
     if "budget" in job["passes"]:
-        measure = remat.temporaries if job["budget"] < 1 else remat.total_bytes
-        budget = job["budget"] * remat.temporaries(step_of(plain).trace(*args)) if job["budget"] < 1 else job["budget"]
-        options = remat.RematOptions(measure=measure, max_compilations=job["compilations"])
+        measure = remat_pass.temporaries if job["budget"] < 1 else remat_pass.total_bytes
+        budget = job["budget"]
+        if budget < 1:
+            budget *= remat_pass.temporaries(step_of(plain).trace(*args))
+        options = remat_pass.RematOptions(measure=measure, max_compilations=job["compilations"])
         try:
-            plan = remat.fit(loss, *args, budget_bytes=int(budget), step=step_of, options=options)
-        except remat.BudgetNotMet:
+            plan = remat_pass.fit(loss, *args, budget_bytes=int(budget), step=step_of, options=options)
+        except remat_pass.BudgetNotMet:
             loss = naming.checkpointed(loss, naming.RematChoice(), region="auto")
             kept = "NOT MET, nothing kept"
         else:
@@ -373,7 +375,7 @@ def largest_batches(job: dict) -> dict:
     from remat import largest_batch
 
     from hlat_jax.facts.byte_sizes import parse_bytes
-    from hlat_jax.passes import remat
+    from hlat_jax.passes import remat_pass
 
     model, step_of = Model(**job["model"]), functools.partial(optimized, optax.sgd(RATE))
     loss = functools.partial(loss_fn, heads=model.heads, is_causal=model.is_causal)
@@ -387,7 +389,7 @@ def largest_batches(job: dict) -> dict:
     if job["limit"]:
         limit = parse_bytes(job["limit"], name="--limit")
     else:
-        limit = remat.total_bytes(step_of(loss).trace(*make_step(model.raf[0])[1]))
+        limit = remat_pass.total_bytes(step_of(loss).trace(*make_step(model.raf[0])[1]))
     without = largest_batch(make_step, limit, step=step_of)
     return {
         "limit": limit,

@@ -35,7 +35,7 @@ from hlat_jax import stack
 from hlat_jax.cli import config_files
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.passes import naming, remat
+from hlat_jax.passes import naming, remat_pass
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.program import make_program
@@ -71,7 +71,7 @@ def goals(config, shares):
         key = str(traced.jaxpr)
         if key not in compiled:
             wall, cpu = time.monotonic(), time.process_time()
-            compiled[key] = remat.temporaries(traced), time.monotonic() - wall, time.process_time() - cpu
+            compiled[key] = remat_pass.temporaries(traced), time.monotonic() - wall, time.process_time() - cpu
         spent.append(compiled[key][1:])
         return compiled[key][0]
 
@@ -89,7 +89,9 @@ def goals(config, shares):
     for share in shares:
         spent.clear()
         try:
-            plan = remat.search(traced, budget_bytes=int(share * most), options=remat.RematOptions(measure=measure))
+            plan = remat_pass.search(
+                traced, budget_bytes=int(share * most), options=remat_pass.RematOptions(measure=measure)
+            )
         except ValueError as error:
             print(f"goal {share:.0%}: {error}", flush=True)
             continue
@@ -171,8 +173,8 @@ def batches(names, limit):
         most = largest_batch(make_step, limit, step=sgd, keeps_nothing=True)
         batch = min(without * raf[1] // raf[0], most)
         fn, args = make_step(batch)
-        options = remat.RematOptions(measure=remat.total_bytes)
-        plan = remat.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
+        options = remat_pass.RematOptions(measure=remat_pass.total_bytes)
+        plan = remat_pass.fit(fn, *args, budget_bytes=limit, step=sgd, options=options)
         print(
             f"{name:12}  {without:7}  {most:12}  {batch:15}  {format_bytes(plan.measured_bytes):>10}  "
             f"{1 / (1 + plan.recompute_share):19.1%}  {raf[0]} -> {raf[1]} at {raf[2]:.1%}; {plan.choice}",
@@ -188,7 +190,7 @@ def largest_batch(make_step, limit, *, step, keeps_nothing=False):
         fn = naming.checkpointed(fn, RematChoice(), region="auto") if keeps_nothing else fn
         program = step(fn)
         program = program if hasattr(program, "trace") else jax.jit(program)
-        return remat.total_bytes(program.trace(*args))
+        return remat_pass.total_bytes(program.trace(*args))
 
     limit = parse_bytes(limit, name="limit")
     low, high, batch = 0, None, 1
@@ -255,7 +257,7 @@ def unrolled(num_blocks=6):
         for form, (fn, arguments) in forms.items():
 
             def taken(fn, arguments=arguments, x=x):
-                return remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(arguments, x))
+                return remat_pass.temporaries(jax.jit(jax.value_and_grad(fn)).trace(arguments, x))
 
             own = functools.partial(looped, one=jax.checkpoint(one)) if form == "loop" else None
             nothing = taken(naming.checkpointed(fn, RematChoice(), region="auto"))
@@ -264,7 +266,7 @@ def unrolled(num_blocks=6):
             row = [taken(fn), *([taken(own)] if own else []), whole, nothing]
             print(f"{name:8} {form:5}", *(f"{each / 2**20:10.2f}" for each in row), end="")
             for budget in budgets:
-                plan = remat.fit(fn, arguments, x, budget_bytes=budget, step=jax.value_and_grad)
+                plan = remat_pass.fit(fn, arguments, x, budget_bytes=budget, step=jax.value_and_grad)
                 print(
                     f"   {budget / 2**20:.1f}: {plan.measured_bytes / 2**20:.2f} {plan.recompute_share:+.1%} "
                     f"{plan.seconds:.0f} s",
@@ -280,15 +282,15 @@ def changed(shares=(0.6, 0.2)):
     recurrent = recurrent_arguments(num_steps=1000, rows=8, width=32)  # two nested scans of 31 or 32 steps
     for fn, args in (ARGUMENTS | dict.fromkeys((retention, gru, ssm), recurrent)).items():
         plain, nothing = (
-            remat.temporaries(jax.jit(jax.value_and_grad(each)).trace(*args))
+            remat_pass.temporaries(jax.jit(jax.value_and_grad(each)).trace(*args))
             for each in (fn, naming.checkpointed(fn, RematChoice(), region="auto"))
         )
         print(f"{fn.__name__:16} {plain / 2**20:5.2f} {nothing / plain:8.2f}      ", end="")
         for share in shares:
             began = time.process_time()
             try:
-                plan = remat.fit(fn, *args, budget_bytes=int(share * plain))
-            except remat.BudgetNotMet:
+                plan = remat_pass.fit(fn, *args, budget_bytes=int(share * plain))
+            except remat_pass.BudgetNotMet:
                 print(f"   {share}: not met", end="", flush=True)
                 continue
             spent = time.process_time() - began

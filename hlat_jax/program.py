@@ -32,7 +32,7 @@ from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_batch, shard_microbatches
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes import naming
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.step import MicrobatchStep, State, StepOptions, TrainStep

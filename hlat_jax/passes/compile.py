@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,17 +18,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.passes import autocast as autocast_pass
-from hlat_jax.passes import chunk as chunk_pass
-from hlat_jax.passes import kernels as kernels_pass
-from hlat_jax.passes import remat as remat_pass
-from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.liveness import estimated_temporaries
+from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass
+from hlat_jax.passes.autocast_pass import CastPolicy
+from hlat_jax.passes.facade import table
 from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate_step
 from hlat_jax.passes.noise import warn_of_shared_keys
-from hlat_jax.passes.products import live_jaxpr, products_by_dtype
-from hlat_jax.passes.remat import RematOptions, RematPlan
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.passes.remat_pass import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.step import (
     FP32,
@@ -125,17 +121,8 @@ class TrainingProgram:
         if self.arguments is None:
             names = " > ".join(stage.name for stage in self.stages)
             return f"{names}. For figures, give training_program params=... and batch=..."
-        rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0
-        for stage in self.stages:
-            jaxpr = live_jaxpr(stage.step.step.trace(*self.arguments))
-            products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
-            held = estimated_temporaries(jaxpr, self.arguments).total
-            temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
-            before = held
-            lines = stage.report().splitlines()
-            rows += itertools.zip_longest([stage.name], products, [temporaries], lines, fillvalue="")
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        traces = ((stage, stage.step.step.trace(*self.arguments)) for stage in self.stages)
+        return table([(stage.name, live_jaxpr(traced), stage.report()) for stage, traced in traces], self.arguments)
 
     def __str__(self) -> str:
         return self.report()

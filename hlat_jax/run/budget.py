@@ -20,7 +20,7 @@ from hlat_jax.config import Config
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.host.console import say
 from hlat_jax.host.distributed import exchange
-from hlat_jax.passes import remat
+from hlat_jax.passes import remat_pass
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
@@ -62,7 +62,7 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
             say("remat", f"{recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
-    plan = _search(program, lambda traced, _: max(map(int, exchange(str(remat.temporaries(traced))))))
+    plan = _search(program, lambda traced, _: max(map(int, exchange(str(remat_pass.temporaries(traced))))))
     record = facts | {"choice": _remat_text(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
@@ -84,7 +84,7 @@ def choose_by_estimate(program: RunProgram) -> RunProgram:
         return program
     try:
         plan = _search(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
-    except remat.BudgetNotMet:
+    except remat_pass.BudgetNotMet:
         return _with_remat(program, "full")
     return _with_remat(program, _remat_text(plan.choice))
 
@@ -94,7 +94,7 @@ def has_budget(config: Config) -> bool:
     return config.model.parsed_remat.kind == "budget"
 
 
-def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
+def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat_pass.RematPlan:
     """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
     arguments: dict[Any, tuple] = {}
 
@@ -108,8 +108,8 @@ def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.
         held = state_bytes(arguments[trace][0]) if program.accumulate == "programs" else 0
         return held + measure(trace, arguments[trace])
 
-    options = remat.RematOptions(measure=measure_whole, min_bytes=1024)
-    return remat.search(trace_choice, budget_bytes=program.config.model.parsed_remat.budget_bytes, options=options)
+    options = remat_pass.RematOptions(measure=measure_whole, min_bytes=1024)
+    return remat_pass.search(trace_choice, budget_bytes=program.config.model.parsed_remat.budget_bytes, options=options)
 
 
 def _trace(program: RunProgram) -> tuple[Any, tuple]:

@@ -20,7 +20,7 @@ from hlat_jax.ops import attention, chunked_attention, cross_entropy, norm, rope
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.step import loss_scale as scaling
 
 # One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.

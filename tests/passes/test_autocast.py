@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.model import init_params
 from hlat_jax.ops.choices import chosen_model
-from hlat_jax.passes import autocast as autocast_lib
-from hlat_jax.passes import naming, remat
-from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.passes import autocast_pass as autocast_lib
+from hlat_jax.passes import naming, remat_pass
 from hlat_jax.passes.autocast_equations import Cast
 from hlat_jax.passes.autocast_kinds import saturated
+from hlat_jax.passes.autocast_pass import CastPolicy
 from hlat_jax.passes.interpret import compound
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.program import model_loss
@@ -343,7 +343,7 @@ def test_op_rules_apply_in_a_rematerialized_function():
         return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
 
     for region in ("loops", "whole"):
-        planned = naming.checkpointed(routed, remat.RematChoice(), region=region)
+        planned = naming.checkpointed(routed, remat_pass.RematChoice(), region=region)
         assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
         assert set(products(autocast(planned), W, X)) == {"bfloat16"}
     with pytest.raises(ValueError, match=r"nor an op of routed. Ops that it calls: .*router"):

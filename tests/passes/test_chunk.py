@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.independence import Link, links
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.rewrite import loops

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from programs import training_program
 
-from hlat_jax.passes.remat import BudgetNotMet, RematOptions, temporaries
+from hlat_jax.passes.remat_pass import BudgetNotMet, RematOptions, temporaries
 from hlat_jax.plan.program_report import report
 from hlat_jax.step import StepOptions, train_step
 from hlat_jax.step.batch_rows import row_keys

@@ -11,9 +11,9 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 from hlat_jax.passes import compile as passes_compile
-from hlat_jax.passes import naming, remat
-from hlat_jax.passes.autocast import CastPolicy, autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes import naming, remat_pass
+from hlat_jax.passes.autocast_pass import CastPolicy, autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.residuals import select_residuals
 
@@ -196,10 +196,10 @@ def test_chunk_reports_the_rule_that_closes_over_an_intermediate():
 
 
 def test_fit_refuses_a_rule_that_closes_over_an_intermediate_only_where_it_must_save_less():
-    assert remat.fit(_vjp_of_local, W[0], X, budget_bytes="1GiB").choice is None
+    assert remat_pass.fit(_vjp_of_local, W[0], X, budget_bytes="1GiB").choice is None
     shapes = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    with pytest.raises(remat.BudgetNotMet, match=r"own at .*test_derivative_rules.py:\d+"):
-        remat.fit(_vjp_of_local, *shapes, budget_bytes=4096)
+    with pytest.raises(remat_pass.BudgetNotMet, match=r"own at .*test_derivative_rules.py:\d+"):
+        remat_pass.fit(_vjp_of_local, *shapes, budget_bytes=4096)
 
 
 def test_a_training_program_with_a_rule_that_closes_over_an_intermediate_trains_as_without_passes():

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.residuals import select_residuals
 
 NUM_TOKENS, WIDTH = 256, 4

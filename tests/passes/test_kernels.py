@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.passes import kernels as kernels_pass
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes import kernels_pass
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.compile import training_program
-from hlat_jax.passes.kernels import kernels
+from hlat_jax.passes.kernels_pass import kernels
 from hlat_jax.passes.rewrite import check
 from hlat_jax.step import StepOptions
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.autocast_kinds import saturated
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate
 from hlat_jax.precision import policy_on

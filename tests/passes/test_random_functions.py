@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hlat_jax.passes import naming
-from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.residuals import select_residuals
 
 MOST_STEPS = 6

@@ -17,13 +17,13 @@ from test_segments import mlp_block, unrolled
 
 from hlat_jax.config import parse_remat
 from hlat_jax.facts.byte_sizes import parse_bytes
-from hlat_jax.passes import naming, recompute, remat
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes import naming, recompute, remat_pass
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 
 L, D, F, ROWS = 6, 16, 64, 256  # layers, width, hidden width, rows: temporaries of some 4 MiB
-SMALL = remat.RematOptions(min_bytes=1024)
+SMALL = remat_pass.RematOptions(min_bytes=1024)
 
 
 def layer(params, x):
@@ -61,7 +61,7 @@ def graph():
 @functools.cache
 def extremes():
     """Bytes of temporaries without rematerialization, and with nothing kept."""
-    return remat.temporaries(traced(None)), remat.temporaries(traced(RematChoice()))
+    return remat_pass.temporaries(traced(None)), remat_pass.temporaries(traced(RematChoice()))
 
 
 def budget_between(share):
@@ -248,9 +248,9 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
     costs = []
     for share in (0.7, 0.15):
         budget = budget_between(share)
-        plan = remat.fit(loss, *arguments(), budget_bytes=budget, step=jax.value_and_grad, options=options)
+        plan = remat_pass.fit(loss, *arguments(), budget_bytes=budget, step=jax.value_and_grad, options=options)
         program = jax.jit(jax.value_and_grad(plan.fn)).trace(*arguments())
-        assert plan.measured_bytes == remat.temporaries(program) <= budget
+        assert plan.measured_bytes == remat_pass.temporaries(program) <= budget
         assert plan.flops == plan.predicted_flops == total_flops(live_jaxpr(program))
         assert plan.choice is not None
         assert plan.predicted_bytes >= plan.full[0]
@@ -262,7 +262,7 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
 
 
 def test_program_that_fits_is_unchanged():
-    plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
+    plan = remat_pass.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
     assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
     assert "everything, since it fits without rematerialization" in plan.report()
 
@@ -273,12 +273,12 @@ def shapes_of_six_blocks():
 
 
 def bytes_of_blocks(fn):
-    return remat.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
+    return remat_pass.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
 
 
 def fit_blocks(budget, fn=unrolled, region="auto"):
-    options = remat.RematOptions(region=region)
-    return remat.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory, options=options)
+    options = remat_pass.RematOptions(region=region)
+    return remat_pass.fit(fn, *shapes_of_six_blocks(), budget_bytes=budget, step=step_for_memory, options=options)
 
 
 def test_blocks_that_just_fit_are_compiled_once():
@@ -292,15 +292,17 @@ def test_a_budget_for_blocks_in_a_loop_compiles_few_programs():
 
     def measure(traced):
         compiled.append(traced)
-        return remat.temporaries(traced)
+        return remat_pass.temporaries(traced)
 
     blocks = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((32, 32), leaf.dtype), shapes_of_six_blocks()[0]) * 2
     arguments = blocks, jax.ShapeDtypeStruct((256, 32), jnp.float32)
-    most = remat.temporaries(step_for_memory(unrolled).trace(*arguments))
+    most = remat_pass.temporaries(step_for_memory(unrolled).trace(*arguments))
     for share in (0.6, 0.75):
         compiled.clear()
-        options = remat.RematOptions(measure=measure, min_bytes=1024)
-        plan = remat.fit(unrolled, *arguments, budget_bytes=int(share * most), step=step_for_memory, options=options)
+        options = remat_pass.RematOptions(measure=measure, min_bytes=1024)
+        plan = remat_pass.fit(
+            unrolled, *arguments, budget_bytes=int(share * most), step=step_for_memory, options=options
+        )
         assert plan.measured_bytes <= share * most
         assert len(compiled) == plan.compilations <= 4
 
@@ -315,7 +317,7 @@ def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more():
         return jnp.mean(jax.lax.scan(lambda carry, one: (mlp_block(one, carry), None), x, params)[0] ** 2)
 
     ours = fit_blocks(budget)
-    scanned = remat.fit(rolled, stacked, x, budget_bytes=budget, step=step_for_memory)
+    scanned = remat_pass.fit(rolled, stacked, x, budget_bytes=budget, step=step_for_memory)
     assert bytes_of_blocks(ours.fn) == ours.measured_bytes <= parse_bytes(budget, name="budget")
     assert ours.full[0] <= 1.1 * scanned.full[0]
     assert ours.flops <= scanned.flops
@@ -325,7 +327,7 @@ def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more():
 
 @pytest.mark.slow
 def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
-    with pytest.raises(remat.BudgetNotMet) as refused:
+    with pytest.raises(remat_pass.BudgetNotMet) as refused:
         fit_blocks("1MiB")
     least = bytes_of_blocks(naming.checkpointed(unrolled, RematChoice(), region="segments"))
     assert f"the program takes {least:,} bytes" in str(refused.value)
@@ -339,10 +341,12 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
 @pytest.mark.parametrize("fn", [biased_attention, dpo, poisson_residual, contrastive])
 def test_a_budget_that_saving_cannot_meet_is_met_in_chunks(fn):
     args = ARGUMENTS[fn]
-    plain = remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(*args))
-    plan = remat.fit(fn, *args, budget_bytes=int(0.6 * plain), options=SMALL)
+    plain = remat_pass.temporaries(jax.jit(jax.value_and_grad(fn)).trace(*args))
+    plan = remat_pass.fit(fn, *args, budget_bytes=int(0.6 * plain), options=SMALL)
     assert plan.plain[0] == plain
-    assert plan.measured_bytes == remat.temporaries(jax.jit(jax.value_and_grad(plan.fn)).trace(*args)) <= 0.6 * plain
+    assert (
+        plan.measured_bytes == remat_pass.temporaries(jax.jit(jax.value_and_grad(plan.fn)).trace(*args)) <= 0.6 * plain
+    )
     assert list(plan.passes) == ["chunk"]
     assert re.match(r"changed    chunk .*at losses_over_budget.py:\d+ .*float32\[.*\] in \d+ parts", plan.report())
     found, expected = (jax.tree.leaves(jax.jit(jax.value_and_grad(each))(*args)) for each in (plan.fn, fn))
@@ -351,16 +355,16 @@ def test_a_budget_that_saving_cannot_meet_is_met_in_chunks(fn):
 
 
 def test_a_scan_over_time_meets_a_budget_as_two_nested_scans():
-    plain = remat.temporaries(jax.jit(jax.value_and_grad(retention)).trace(*ARGUMENTS[retention]))
-    plan = remat.fit(retention, *ARGUMENTS[retention], budget_bytes=int(0.6 * plain), options=SMALL)
+    plain = remat_pass.temporaries(jax.jit(jax.value_and_grad(retention)).trace(*ARGUMENTS[retention]))
+    plan = remat_pass.fit(retention, *ARGUMENTS[retention], budget_bytes=int(0.6 * plain), options=SMALL)
     assert plan.measured_bytes <= 0.6 * plain
     assert (plan.choice, list(plan.passes), plan.compilations) == (None, ["nest"], 3)
     assert re.match(r"changed    scan at losses_over_budget.py:\d+ .*: 256 steps in \d+ segments", plan.report())
 
 
 def test_a_refusal_has_each_change_that_was_tried_and_advises_no_scan_where_there_is_one():
-    with pytest.raises(remat.BudgetNotMet) as refused:
-        remat.fit(gru, *ARGUMENTS[gru], budget_bytes=4096, options=SMALL)
+    with pytest.raises(remat_pass.BudgetNotMet) as refused:
+        remat_pass.fit(gru, *ARGUMENTS[gru], budget_bytes=4096, options=SMALL)
     assert re.search(r", [\d.]+ KiB with long scans split in two\.", str(refused.value))
     assert "passes.chunk finds nothing whose chunks would take fewer bytes." in str(refused.value)
     assert "lax.scan" not in str(refused.value)
@@ -376,11 +380,11 @@ def test_a_budget_far_below_every_estimate_is_refused_after_two_programs():
     measured = []
 
     def measure(traced):
-        measured.append(remat.temporaries(traced))
+        measured.append(remat_pass.temporaries(traced))
         return measured[-1]
 
-    with pytest.raises(remat.BudgetNotMet, match=r"with nothing kept, .* without rematerialization"):
-        remat.fit(blocks, weights, x, budget_bytes=65536, options=dataclasses.replace(SMALL, measure=measure))
+    with pytest.raises(remat_pass.BudgetNotMet, match=r"with nothing kept, .* without rematerialization"):
+        remat_pass.fit(blocks, weights, x, budget_bytes=65536, options=dataclasses.replace(SMALL, measure=measure))
     assert len(measured) == 2  # everything kept, nothing kept: estimates rule out the stock policies
 
 
@@ -391,7 +395,7 @@ def test_passes_come_after_the_changes_that_meet_a_budget():
         seen.append(fn)
         return autocast(fn, "bf16")
 
-    plan = remat.fit(retention, *ARGUMENTS[retention], budget_bytes="300KiB", options=SMALL, passes=(later,))
+    plan = remat_pass.fit(retention, *ARGUMENTS[retention], budget_bytes="300KiB", options=SMALL, passes=(later,))
     assert list(plan.passes) == ["nest"]
     assert "bf16[" in str(jax.make_jaxpr(plan.fn)(*ARGUMENTS[retention]))
     assert seen[-1].report().replacements
@@ -399,8 +403,8 @@ def test_passes_come_after_the_changes_that_meet_a_budget():
 
 def test_a_budget_in_another_unit_or_an_unknown_region_is_refused_with_what_is_taken():
     with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
-        remat.RematOptions(region="loop")
+        remat_pass.RematOptions(region="loop")
     for size in (12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "", None):
         said = r"^memory_budget=.* is not a size in bytes: give a size with its unit, such as '12GiB'.*an int"
         with pytest.raises(ValueError, match=said):
-            remat.fit(loss, *arguments(), budget_bytes=size, name="memory_budget")
+            remat_pass.fit(loss, *arguments(), budget_bytes=size, name="memory_budget")

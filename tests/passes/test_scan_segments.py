@@ -9,10 +9,10 @@ import pytest
 from losses_over_budget import STEPS, B, D, gru, recurrent_arguments, retention, ssm
 
 from hlat_jax.neuron import lint
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.remat import temporaries
+from hlat_jax.passes.remat_pass import temporaries
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.scan_segments import nest_scans
 

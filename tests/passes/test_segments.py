@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hlat_jax.passes import naming
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 

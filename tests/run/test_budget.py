@@ -15,7 +15,7 @@ from steps import trained
 
 from hlat_jax.batch import concat_batch
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.passes import remat
+from hlat_jax.passes import remat_pass
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
@@ -39,7 +39,7 @@ def layout():
 
 @functools.cache
 def step_bytes(choice):
-    return remat.temporaries(make_program(config_with(choice), layout()).trace_step())
+    return remat_pass.temporaries(make_program(config_with(choice), layout()).trace_step())
 
 
 def budget_resolved(config, *, recorded, where=None):
@@ -73,7 +73,7 @@ def test_step_under_a_budget_equals_the_step_without_one():
 
 def plan_of(choice):
     """What a search returns that found a choice."""
-    return remat.RematPlan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    return remat_pass.RematPlan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def searched(monkeypatch):
         budgets.append(budget_bytes)
         return plan_of(GATE)
 
-    monkeypatch.setattr(remat, "search", search)
+    monkeypatch.setattr(remat_pass, "search", search)
     return budgets
 
 
@@ -97,8 +97,8 @@ def test_the_largest_measurement_of_all_processes_counts(monkeypatch):
         seen.append((options.measure(traced(GATE)), options.min_bytes))
         return plan_of(GATE)
 
-    monkeypatch.setattr(remat, "search", search)
-    monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
+    monkeypatch.setattr(remat_pass, "search", search)
+    monkeypatch.setattr(remat_pass, "temporaries", lambda traced: 9)
     monkeypatch.setattr(budget, "exchange", lambda own: [own, "10"])
     budget_resolved(config_with("budget:7MiB"), recorded=None)
     (without, with_gate), (measured, min_bytes) = seen
@@ -119,8 +119,8 @@ def test_the_budget_is_for_a_dispatched_microbatch(monkeypatch, pipe, name):
             seen.append((options.measure(found := traced(choice)), found.fun_name))
         return plan_of(GATE)
 
-    monkeypatch.setattr(remat, "search", search)
-    monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
+    monkeypatch.setattr(remat_pass, "search", search)
+    monkeypatch.setattr(remat_pass, "temporaries", lambda traced: 9)
     again, record = budget.choose_remat(program, recorded=None)
     kept = [state_bytes(p.microbatch_arguments[name][0]) for p in (budget._with_remat(program, "none"), again)]
     traced = program.training.microbatch_step.ticks[name].__name__

@@ -18,7 +18,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.generate import generator, inference, sampling
 from hlat_jax.model import LOGICAL_AXES, Decoder, abstract_params, apply, bind, init_params, param_axes, param_specs
 from hlat_jax.neuron import lint
-from hlat_jax.passes import autocast, compile, remat
+from hlat_jax.passes import autocast_pass, compile, remat_pass
 from hlat_jax.step import StepOptions, train_step
 
 CFG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -27,7 +27,7 @@ PUBLIC = [
     *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
     *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step, StepOptions),
     compile.training_program,
-    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.RematOptions, hlat_jax.hf.load),
+    *(autocast_pass.autocast, autocast_pass.CastPolicy, remat_pass.fit, remat_pass.RematOptions, hlat_jax.hf.load),
     *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
     *(generator.Generator.stream, sampling.Sampling, inference.open_model),
 ]

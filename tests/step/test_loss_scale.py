@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.step import loss_scale as scaling
 

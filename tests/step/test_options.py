@@ -8,7 +8,7 @@ from programs import training_program
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.pipeline import run_pipeline
-from hlat_jax.passes import remat
+from hlat_jax.passes import remat_pass
 from hlat_jax.precision import POLICIES
 from hlat_jax.step import StepOptions
 
@@ -37,7 +37,7 @@ def test_invalid_options_and_arguments_are_refused():
         ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
         ({"memory_budget": "12"}, r"memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB"}, r"give params=\.\.\. and batch=\.\.\."),
-        ({"remat": remat.RematOptions()}, r"remat needs a memory budget. Give memory_budget="),
+        ({"remat": remat_pass.RematOptions()}, r"remat needs a memory budget. Give memory_budget="),
         (stages | {"chunk": "1MiB"}, r"a single loss function, not stages"),
     ):
         with pytest.raises(ValueError, match=said):

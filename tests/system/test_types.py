@@ -23,8 +23,8 @@ from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.model import Decoder, apply, init_params, param_specs
 from hlat_jax.neuron import lint
-from hlat_jax.passes import remat
-from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes import remat_pass
+from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.precision import POLICIES
 from hlat_jax.passes.compile import training_program
 from hlat_jax.step import StepOptions
@@ -60,7 +60,7 @@ state, metrics = program.step(state, batch)
 metrics.los  # attr-defined
 
 
-plan = remat.fit(loss, params, batch, budget_bytes="1GiB")
+plan = remat_pass.fit(loss, params, batch, budget_bytes="1GiB")
 plan.fn(params, batch)
 model, loaded = hlat_jax.hf.load("folder", dtype="bfloat16")
 apply(loaded, model, tokens)

@@ -10,12 +10,11 @@ import pytest
 from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
 from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
-from hlat_jax.passes import kernels as kernels_pass
-from hlat_jax.passes import remat
-from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes import kernels_pass, remat_pass
+from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.jaxpr import equations
-from hlat_jax.passes.kernels import kernels
+from hlat_jax.passes.kernels_pass import kernels
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.residuals import select_residuals
 
@@ -131,10 +130,10 @@ def test_kernels_and_chunks_of_foreign_models_change_no_gradient(name, monkeypat
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_of_bytes_is_met_with_equal_gradients(name):
     loss, params, batch = model(name)
-    plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
+    plain = remat_pass.temporaries(step_for_memory(loss).trace(params, batch))
     budget = int(0.8 * plain)
-    options = remat.RematOptions(min_bytes=1024)
-    plan = remat.fit(loss, params, batch, budget_bytes=budget, step=step_for_memory, options=options)
+    options = remat_pass.RematOptions(min_bytes=1024)
+    plan = remat_pass.fit(loss, params, batch, budget_bytes=budget, step=step_for_memory, options=options)
     assert plan.measured_bytes <= budget
     value, grads = step_for_memory(plan.fn)(params, batch)
     wanted, wanted_grads = gradients(name)

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from hlat_jax.ops.cross_entropy import scaled_losses
-from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.rewrite import chunks
 

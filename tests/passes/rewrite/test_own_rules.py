@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.chunk_pass import chunk
 
 B, D, V = 256, 32, 4096
 WEIGHTS, X = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(D, V), (B, D)]))

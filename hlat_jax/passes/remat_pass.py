@@ -27,7 +27,7 @@ from jax.extend import core
 from hlat_jax.config import STOCK_POLICIES
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
-from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, function_name, rule_with_tracer, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.remat_search import (

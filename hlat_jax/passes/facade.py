@@ -1,0 +1,229 @@
+"""The passes as other projects import them: `from hlat_jax import passes`, decorators that report what they did.
+
+@passes.chunk(max_bytes="64MiB")
+@passes.autocast(policy="bf16")
+def loss(params, batch): ...
+
+value, grads = jax.jit(jax.value_and_grad(loss))(params, batch)
+print(loss.report())
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
+from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass, residuals
+from hlat_jax.passes.autocast_pass import CastPolicy
+from hlat_jax.passes.jaxpr import function_name, is_inexact, perturbed_at
+from hlat_jax.passes.liveness import estimated_temporaries
+from hlat_jax.passes.products import live_jaxpr, products_by_dtype
+from hlat_jax.passes.remat_pass import RematOptions, RematPlan
+from hlat_jax.passes.rewrite.chunks import MAX_BYTES
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Fn = Callable[_Args, _Result]
+_DEFAULT = RematOptions()
+ORDER = ("autocast", "kernels", "chunk", "select_residuals", "remat")  # as in `training_program`
+
+
+class Passed(Generic[_Args, _Result]):
+    """A function under a pass. You call it, and transform it, as the function itself.
+
+    Args:
+      name: the pass, one of `ORDER`.
+      fn: the function, which may be under other passes.
+      changed: the function as the pass changes it. Its `report`, if it has one, says what the pass did.
+    """
+
+    def __init__(self, name: str, fn: Callable[_Args, _Result], changed: Callable[_Args, _Result]):
+        functools.update_wrapper(self, fn, updated=())
+        self._name, self._fn, self._changed = name, fn, changed
+        self._called: tuple[tuple, dict] | None = None
+        later = [one for one in self._names() if ORDER.index(one) > ORDER.index(name)]
+        if later:
+            warnings.warn(
+                f"{name} runs after {later[-1]} on {function_name(fn)}, so it may change less. "
+                f"The order of training_program is {', '.join(ORDER)}.",
+                stacklevel=3,
+            )
+
+    def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        self._called = jax.tree.map(_shape_of, (args, kwargs))
+        return self._changed(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable:
+        return self if instance is None else functools.partial(self, instance)
+
+    def _names(self) -> list[str]:
+        return [*self._fn._names(), self._fn._name] if isinstance(self._fn, Passed) else []
+
+    def _stages(self) -> list[tuple[str, Callable, str]]:
+        before = self._fn._stages() if isinstance(self._fn, Passed) else [("function", self._fn, "")]
+        report = getattr(self._changed, "report", None)
+        return [*before, (self._name, self, "" if report is None else str(report()))]
+
+    def report(self) -> str:
+        """Returns a table of the function before the passes and after each one, for the last call.
+
+        A row has the matrix products of the function and its gradients, and the temporaries on one device, estimated
+        from the trace. The gradients are by all float arguments. The last column says what the pass did.
+
+        Raises:
+          ValueError: the function was not yet called or traced.
+        """
+        if self._called is None:
+            raise ValueError(f"{self._name}: call the function, or trace it with jax.eval_shape, before its report.")
+        args, kwargs = self._called
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+        shapes = [leaves[at] for at in places]
+        rows = []
+        for name, fn, lines in self._stages():
+            traced = jax.jit(_with_gradients(fn, leaves, tree, places)).trace(*shapes)
+            rows.append((name, live_jaxpr(traced), lines))
+        self._called = args, kwargs  # of the call, not of this trace
+        return table(rows, shapes)
+
+
+def _shape_of(leaf: Any) -> Any:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+
+def _with_gradients(fn: Callable, leaves: list[Any], tree: Any, places: list[int]) -> Callable:
+    """Returns a function of the arrays among the arguments to the results and all gradients of their sum."""
+
+    flat = functools.partial(_unflatten_and_call, fn, leaves, tree, places)
+
+    def run(*arrays: Any) -> list[Any]:
+        floats = [at for at, array in enumerate(arrays) if is_inexact(array)]
+        outs, pull = jax.vjp(perturbed_at(flat, arrays, floats), *(arrays[at] for at in floats))
+        ones = [jnp.ones_like(out) if is_inexact(out) else jnp.zeros(out.shape, jax.dtypes.float0) for out in outs]
+        return [*outs, *pull(ones)]
+
+    return run
+
+
+def _unflatten_and_call(fn: Callable, leaves: list[Any], tree: Any, places: list[int], *arrays: Any) -> list[Any]:
+    given = dict(zip(places, arrays, strict=True))
+    args, kwargs = jax.tree.unflatten(tree, [given.get(at, leaf) for at, leaf in enumerate(leaves)])
+    return jax.tree.leaves(fn(*args, **kwargs))
+
+
+def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
+    """Returns a table with a row for each stage of a program: its products, its temporaries, what the pass did.
+
+    Args:
+      stages: (name, open jaxpr without dead code, lines that say what the pass did).
+      arguments: shapes and shardings of the arguments of the jaxprs.
+    """
+    rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0
+    for name, jaxpr, lines in stages:
+        products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
+        held = estimated_temporaries(jaxpr, arguments).total
+        temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
+        before = held
+        rows += itertools.zip_longest([name], products, [temporaries], lines.splitlines(), fillvalue="")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def autocast(fn: _Fn | None = None, policy: CastPolicy | str = "bf16") -> Any:
+    """Returns the function with its fp32 matrix products in bf16 or fp16, see `autocast_pass.autocast`.
+
+    Args:
+      fn: the function. Without it, the result is a decorator.
+      policy: "bf16", "fp16" or a `CastPolicy`.
+    """
+    if fn is None:
+        return functools.partial(autocast, policy=policy)
+    return Passed("autocast", fn, autocast_pass.autocast(fn, policy))
+
+
+def kernels(fn: _Fn | None = None, *, platform: str | None = None, check: bool = True) -> Any:
+    """Returns the function with the platform's attention kernel called where it fits, see `kernels_pass.kernels`.
+
+    Args:
+      fn: the function. Without it, the result is a decorator.
+      platform, check: as for `kernels_pass.kernels`.
+    """
+    if fn is None:
+        return functools.partial(kernels, platform=platform, check=check)
+    return Passed("kernels", fn, kernels_pass.kernels(fn, platform=platform, check=check))
+
+
+def chunk(fn: _Fn | None = None, *, max_bytes: int | str = MAX_BYTES, check: bool = True) -> Any:
+    """Returns the function with intermediates above a size computed in chunks, see `chunk_pass.chunk`.
+
+    Args:
+      fn: the function. Without it, the result is a decorator.
+      max_bytes, check: as for `chunk_pass.chunk`.
+    """
+    if fn is None:
+        return functools.partial(chunk, max_bytes=max_bytes, check=check)
+    return Passed("chunk", fn, chunk_pass.chunk(fn, max_bytes=max_bytes, check=check))
+
+
+def select_residuals(fn: _Fn) -> Any:
+    """Returns the function with fewer bytes kept for its backward pass, see `residuals.select_residuals`."""
+    return Passed("select_residuals", fn, residuals.select_residuals(fn))
+
+
+def remat(
+    fn: _Fn | None = None,
+    budget: int | str = "",
+    *,
+    step: Callable[[Callable], Callable] = jax.value_and_grad,
+    options: RematOptions = _DEFAULT,
+) -> Any:
+    """Returns the function with intermediates computed again, so that `step` of it fits a budget of temporaries.
+
+    The first call with new shapes compiles programs until one fits. Later calls use its choice.
+
+    Args:
+      fn: the function. Without it, the result is a decorator.
+      budget: "12GiB" or bytes, on one device.
+      step: function from `fn` to the program that must fit. It takes the arguments of `fn`.
+      options: options of the choice.
+
+    Raises:
+      ValueError: a budget that is not a size, or (BudgetNotMet) at a call a budget that no program fits.
+    """
+    parse_bytes(budget, name="budget")
+    if fn is None:
+        return functools.partial(remat, budget=budget, step=step, options=options)
+    return Passed("remat", fn, _WithinBudget(fn, budget, step, options))
+
+
+class _WithinBudget:
+    """A function that is fitted to a budget when it is called with new shapes."""
+
+    def __init__(self, fn: Callable, budget: int | str, step: Callable, options: RematOptions):
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._budget, self._step, self._options = fn, budget, step, options
+        self._plans: dict[Any, RematPlan] = {}
+        self._last: RematPlan | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shapes, tree = jax.tree.flatten(jax.tree.map(_shape_of, (args, kwargs)))
+        key = tuple(map(str, shapes)), tree
+        if key not in self._plans:
+            fn = functools.partial(self._fn, **kwargs) if kwargs else self._fn
+            given = jax.tree.map(_shape_of, args)
+            self._plans[key] = remat_pass.fit(
+                fn, *given, budget_bytes=self._budget, step=self._step, options=self._options, name="budget"
+            )
+        self._last = self._plans[key]
+        return self._last.fn(*args)
+
+    def report(self) -> str:
+        return "" if self._last is None else str(self._last.report())
