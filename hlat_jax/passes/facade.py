@@ -99,6 +99,10 @@ def _shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
 
 
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
 def _with_gradients(fn: Callable, leaves: list[Any], tree: Any, places: list[int]) -> Callable:
     """Returns a function of the arrays among the arguments to the results and all gradients of their sum."""
 
@@ -214,16 +218,35 @@ class _WithinBudget:
         self._last: RematPlan | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shapes, tree = jax.tree.flatten(jax.tree.map(_shape_of, (args, kwargs)))
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_none)
+        shapes = [_shape_of(leaf) for leaf in leaves]
+        is_array = [isinstance(shape, jax.ShapeDtypeStruct) for shape in shapes]
+
+        def of_arrays(*arrays: Any) -> Any:
+            """Calls the function with arguments in which anything that is no array is None, but the last is a dict."""
+            given = jax.tree.leaves((arrays[:-1], arrays[-1]), is_leaf=_is_none)
+            merged = [new if chosen else old for new, old, chosen in zip(given, leaves, is_array, strict=True)]
+            own_args, own_kwargs = jax.tree.unflatten(tree, merged)
+            return self._fn(*own_args, **own_kwargs)
+
+        def only_arrays(values: Iterable[Any]) -> tuple:
+            kept = [value if chosen else None for value, chosen in zip(values, is_array, strict=True)]
+            own_args, own_kwargs = jax.tree.unflatten(tree, kept)
+            return (*own_args, own_kwargs)
+
         key = tuple(map(str, shapes)), tree
         if key not in self._plans:
-            fn = functools.partial(self._fn, **kwargs) if kwargs else self._fn
-            given = jax.tree.map(_shape_of, args)
+            functools.update_wrapper(of_arrays, self._fn, updated=())
             self._plans[key] = remat_pass.fit(
-                fn, *given, budget_bytes=self._budget, step=self._step, options=self._options, name="budget"
+                of_arrays,
+                *only_arrays(shapes),
+                budget_bytes=self._budget,
+                step=self._step,
+                options=self._options,
+                name="budget",
             )
         self._last = self._plans[key]
-        return self._last.fn(*args)
+        return self._last.fn(*only_arrays(leaves))
 
     def report(self) -> str:
         return "" if self._last is None else str(self._last.report())

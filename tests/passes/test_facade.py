@@ -1,0 +1,166 @@
+"""`from hlat_jax import passes`: what other projects import, under the transformations that they use."""
+
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from hlat_jax import passes
+
+W, X, Y = (
+    jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(32, 512), (8, 32, 32), (8, 32)])
+)
+Y = jnp.abs(Y * 100).astype(jnp.int32)
+SMALL = {"max_bytes": "64KiB"}
+MAKERS = {
+    "autocast": passes.autocast,
+    "kernels": passes.kernels,
+    "chunk": passes.chunk(**SMALL),
+    "select_residuals": passes.select_residuals,
+    "remat": passes.remat(budget="16MiB"),
+}
+
+
+def loss(w, x, y):
+    hidden = jnp.tanh(x @ w[:, :32])
+    log_probs = jax.nn.log_softmax(hidden @ w)
+    return -jnp.mean(jnp.take_along_axis(log_probs, y[..., None], -1))
+
+
+def assert_close(ours, plain):
+    """In the norm of all results together: bf16 rounds to 4e-3."""
+    pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True))
+    difference = np.sqrt(sum(np.sum(np.square(a - b)) for a, b in pairs))
+    assert difference < 2e-2 * np.sqrt(sum(np.sum(np.square(b)) for _, b in pairs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_goes_through_the_transformations_of_jax(name):
+    ours = MAKERS[name](loss)
+    transformed = {
+        "jit of grad": lambda fn: jax.jit(jax.value_and_grad(fn))(W, X, Y),
+        "grad of jit": lambda fn: jax.grad(jax.jit(fn))(W, X, Y),
+        "vmap": lambda fn: jax.vmap(jax.grad(fn), (None, 0, 0))(W, X, Y),
+        "checkpoint": lambda fn: jax.grad(jax.checkpoint(fn))(W, X, Y),
+        "scan": lambda fn: jax.lax.scan(lambda total, row: (total + fn(W, *row), None), 0.0, (X, Y))[0],
+    }
+    for transform in transformed.values():
+        assert_close(transform(ours), transform(loss))
+    assert name in ours.report()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_goes_under_shard_map(name):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def total(fn):
+        local = jax.shard_map(
+            lambda w, x, y: jax.lax.pmean(fn(w, x, y), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=P(),
+        )
+        return jax.jit(jax.value_and_grad(local))(W, X, Y)
+
+    assert_close(total(MAKERS[name](loss)), total(loss))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_takes_a_flax_nnx_module(name):
+    class Head(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(W)
+
+    def of_module(head, x, y):
+        return loss(head.w[...], x, y)
+
+    ours = nnx.jit(nnx.value_and_grad(MAKERS[name](of_module)))(Head(), X, Y)
+    assert_close(ours, nnx.jit(nnx.value_and_grad(of_module))(Head(), X, Y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_takes_an_equinox_module(name):
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(32, 512, 64, 2, key=jax.random.key(0))
+
+    def of_module(model, x, y):
+        log_probs = jax.nn.log_softmax(jax.vmap(jax.vmap(model))(x))
+        return -jnp.mean(jnp.take_along_axis(log_probs, y[..., None], -1))
+
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(MAKERS[name](of_module)))(model, X, Y)
+    plain = eqx.filter_value_and_grad(of_module)(model, X, Y)
+    assert_close((value, eqx.filter(grads, eqx.is_array)), (plain[0], eqx.filter(plain[1], eqx.is_array)))
+
+
+def test_decorators_apply_to_methods_and_their_report_has_a_row_for_each():
+    class Model:
+        @passes.select_residuals
+        @passes.chunk(**SMALL)
+        @passes.autocast(policy="bf16")
+        def loss(self, w, x, y, *, scale=1.0):
+            return scale * loss(w, x, y)
+
+    jax.jit(jax.grad(lambda w: Model().loss(w, X, Y, scale=2.0)))(W)
+    rows = Model.loss.report().splitlines()
+    assert [row.split()[0] for row in rows if not row.startswith(" ")] == [
+        "pass",
+        "function",
+        "autocast",
+        "chunk",
+        "select_residuals",
+    ]
+    assert "float32" in rows[1]
+    assert "bfloat16" in rows[2]
+    assert "float32[8,32,512] in" in rows[3]
+
+
+def test_an_order_that_may_change_less_is_warned_of():
+    with pytest.warns(UserWarning, match="autocast runs after chunk"):
+        passes.autocast(passes.chunk(loss))
+    with warnings.catch_warnings(action="error"):
+        passes.remat(passes.select_residuals(passes.chunk(passes.kernels(passes.autocast(loss)))), "1GiB")
+
+
+def test_a_budget_is_met_or_refused_when_the_function_is_traced():
+    plain = jax.jit(jax.value_and_grad(loss)).lower(W, X, Y).compile().memory_analysis().temp_size_in_bytes
+    fitted = jax.jit(jax.value_and_grad(passes.remat(loss, plain // 2)))
+    assert fitted.lower(W, X, Y).compile().memory_analysis().temp_size_in_bytes <= plain // 2
+    with pytest.raises(passes.BudgetNotMet, match="budget"):
+        jax.eval_shape(passes.remat(loss, "1KiB"), W, X, Y)
+    with pytest.raises(ValueError, match="budget"):
+        passes.remat(budget="much")
+
+
+def test_a_training_program_is_made_by_the_same_import():
+    program = passes.training_program(
+        lambda params, batch: loss(params, *batch), optax.sgd(0.1), autocast="bf16", options=passes.StepOptions()
+    )
+    _, metrics = program.step(program.init(W), (X, Y))
+    assert float(metrics.loss) == pytest.approx(float(loss(W, X, Y)), rel=1e-2)
+
+
+def test_the_passes_import_jax_and_numpy_only():
+    code = "import sys, hlat_jax.passes as p; p.autocast; print(*{name.split('.')[0] for name in sys.modules})"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert loaded.isdisjoint({"flax", "optax", "orbax", "grain", "absl", "ml_collections", "torch", "transformers"})
+    code = "import sys, hlat_jax.passes; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert set(dir(passes)) == set(passes.__all__)
+    assert all(getattr(passes, name) is not None for name in passes.__all__)
+    with pytest.raises(AttributeError, match="unknown"):
+        _ = passes.unknown
