@@ -113,8 +113,8 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
       orthogonalizers: tree with the structure of the parameters, with the function momentum -> update of each parameter
         that Muon updates, see `ops.muon`, and None for AdamW. By default all are None. Muon has no second moment.
 
-    The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
-    (bool scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments stay.
+    The update takes the extra arguments `learning_rate`, `grad_norm` (norm of the same gradients), `finite` (bool
+    scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments are unchanged.
     Source: Loshchilov and Hutter, arXiv 1711.05101, with decoupled decay as in torch.optim.AdamW. Muon's momentum, with
     bias corrections, is the same as in optax.contrib.muon.
     """

@@ -324,13 +324,9 @@ COMPOUND = frozenset(_READ)  # the names of the primitives with bodies
 def bind_shard_map(
     eqn: core.JaxprEqn, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
 ) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device.
+    """Returns the results of a `shard_map` equation with another function `local` on each device.
 
-    Args:
-      eqn: the equation.
-      local: function of one device, from the parts of `args` and all of `replicated` to its results.
-      args: operands of the equation.
-      replicated: more operands, which each device reads as a whole.
+    `local` gets the device's parts of the operands `args`, and each of `replicated` as a whole.
     """
     params = eqn.params
     mapped = jax.shard_map(

@@ -116,10 +116,7 @@ def equations(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[core.Jaxpr
 
 
 def inner_trips(eqn: core.JaxprEqn) -> int:
-    """Returns how often an equation runs the jaxprs inside it.
-
-    This is the length of a scan, the number of programs in the grid of a kernel, and otherwise 1.
-    """
+    """Returns how often an equation runs the jaxprs inside it, by the length of a scan or the grid of a kernel."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "pallas_call":
