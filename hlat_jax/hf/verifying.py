@@ -33,7 +33,7 @@ _TEXT = (  # Jane Austen, Pride and Prejudice
 
 def require_transformers() -> Any:
     """Returns (torch, transformers), or raises ValueError if one of them cannot be imported."""
-    needs = "--verify needs {}. Leave it out, or install them with\n  pip install 'hlat_jax[verify]'"
+    needs = "--verify needs {}. Leave it out, or install it with\n  pip install 'hlat_jax[verify]'"
     return tuple(import_optional(name, missing=needs.format(name)) for name in ("torch", "transformers"))
 
 

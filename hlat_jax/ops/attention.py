@@ -91,8 +91,8 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
         given = {"queries": q_BTNH, "keys": k_BSKH, "values": v_BSKH, "segment ids": segment_ids_BT}
         args = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
         raise ValueError(
-            f"attention does not take {args}. Give [B, T, N, H], twice [B, T, K, H] with K a divisor of N, all of one "
-            "dtype, and segment ids [B, T]."
+            f"attention does not take {args}. Give queries [B, T, N, H], keys and values [B, T, K, H] of one "
+            "dtype, N a multiple of K, ids [B, T]."
         )
 
 

@@ -208,7 +208,7 @@ class Compound:
         Args:
           operands: values of the operands.
           replacement: function from a body to a closed jaxpr, or to a function from the inputs of the body to the list
-            of its results. It may not read values of the surrounding trace, unlike `bind_numbered`.
+            of its results. This function may not read values of the surrounding trace, see `bind_numbered`.
         """
         changed: dict[str, Any] = {}
         consts: list[Any] = []
@@ -231,8 +231,8 @@ class Compound:
 
         Args:
           operands: values of the operands.
-          run: function (body or condition, number, inputs) -> results. It is the number of the branch, of the row that
-            a trip of a `scan` reads, or of the trip of a `while`.
+          run: function (body or condition, number, inputs) -> results. The number counts branches, the rows that trips
+            of a `scan` read, or trips of a `while`.
         """
         if self.has_branches:
             return jax.lax.switch(operands[0], [_branch(run, body) for body in self.bodies], *operands[1:])

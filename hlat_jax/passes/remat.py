@@ -1,6 +1,6 @@
 """Rematerialization under a memory budget: chooses the saved values by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")  # "Checkpoints around each layer."
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")  # checkpoints around each layer
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)
 
