@@ -88,7 +88,7 @@ def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np
         )
     return labelled(
         "verified",
-        f"the logits of {len(ours_TV)} {name} differ from transformers by {sizes}; transformers in fp32 differs from "
+        f"the logits of {len(ours_TV)} {name} differ from transformers by {sizes}, and transformers in fp32 from "
         f"float64 by {rounding:.1e}",
     )
 

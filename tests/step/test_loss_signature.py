@@ -32,12 +32,12 @@ MISTAKEN = [
     (
         lambda p, b: (scalar(p, b), {"right": jnp.sum(b["label"] == 0)}),
         True,
-        r"aux\['right'\] = int32\[\]; auxiliary values are averaged .*SumAndCount\(total, count\)",
+        r"aux\['right'\] = int32\[\], which has no mean .*SumAndCount\(total, count\)",
     ),
     (
         lambda p, b: (scalar(p, b), {"right": SumAndCount(jnp.ones(3), jnp.ones(2))}),
         True,
-        r"aux\['right'\] = SumAndCount\(total=float32\[3\], count=float32\[2\]\);.* or of the total's shape",
+        r"aux\['right'\] = SumAndCount\(total=float32\[3\], count=float32\[2\]\), .* or has the total's shape",
     ),
 ]
 
