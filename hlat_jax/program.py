@@ -129,7 +129,7 @@ class RunProgram:
 
     @property
     def num_eval_parts(self) -> int:
-        """Number of parts of a batch for `eval_step`. Without stages, these are microbatches that are dispatched."""
+        """Number of parts of a batch for `eval_step`: its microbatches if these are dispatched, without stages."""
         is_split = self.accumulate == "programs" and self.layout.size(("pipe",)) == 1
         return self.config.train.num_microbatches if is_split else 1
 

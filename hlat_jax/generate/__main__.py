@@ -137,7 +137,7 @@ def _encode_prompt(
 def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
-    flags.DEFINE_multi_string("prompt", None, "Text to continue. You can give it several times.", **options)
+    flags.DEFINE_multi_string("prompt", None, "Text to continue. You can repeat it.", **options)
     about = "File with a prompt in each line that is not blank, or .jsonl with texts."
     flags_lib.define_path(values, "prompts_file", about)
     flags.DEFINE_bool(
@@ -157,7 +157,7 @@ def _define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_integer("batch_size", 32, "Prompts of a batch.", 1, **options)
     flags.DEFINE_bool("chat", False, "Answer each line of input as a message, in the model's chat template.", **options)
-    flags.DEFINE_multi_string("stop", [], "Text that ends a completion. You can give it several times.", **options)
+    flags.DEFINE_multi_string("stop", [], "Text that ends a completion and is left out. You can repeat it.", **options)
     flags.DEFINE_bool("json", False, "Print each completion as a line of JSON, with why it ended.", **options)
 
 
