@@ -8,8 +8,8 @@
 
 It computes in the dtype of the parameters. NNX declares, and every transformation is plain JAX over dicts of arrays.
 
-Shapes are B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers.
-Also X = G + 2, the heads of a group with its key and value, and C = 2, for key and value, or gate and up.
+Shapes: B batch, T time, D embed, N heads, K kv heads, G heads per kv head, H head, F mlp, V vocab, L layers. X = G + 2
+counts the heads of a group with its key and value. C = 2 counts key and value, or gate and up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.
 
 
 class Decoder(nnx.Module):
-    """A Llama-architecture language model. Its layers are one `DecoderLayer` with parameters stacked on a leading L axis.
+    """A Llama-architecture language model. Its layers are one `DecoderLayer` with parameters stacked along an L axis.
 
     Every parameter names its logical axes in the metadata that `nnx.get_partition_spec` reads, see `param_specs`.
 
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         Args:
           tokens_BT: int32 ids below V.
           positions_BT: int32 positions, 0..T-1 in every row by default.
-          segment_ids_BT: int32 ids of segments. A token attends only within its segment. By default a row is one segment.
+          segment_ids_BT: int32 ids. A token attends only within its segment. By default a row is one segment.
           attention: function that replaces `cfg.attention` in every layer, attention(q_BTNH, k_BSKH, v_BSKH,
             segment_ids_BT) -> [B, T, N, H] in the dtype of the queries. Queries and keys are rotated, S = T, and N is a
             multiple of K. The function must scale, and mask the future and other segments.
@@ -409,7 +409,7 @@ def apply(
     segment_ids_BT: Ids | None = None,
     attention: AttentionFn | None = None,
 ) -> jax.Array:
-    """Returns fp32 logits [B, T, V] of pure parameters, which are nested dicts as from `init_params`, of any float dtype.
+    """Returns fp32 logits [B, T, V] of pure parameters, nested dicts as from `init_params`, of any float dtype.
 
     The other arguments and the errors are the same as for a call of `Decoder`.
     """

@@ -31,7 +31,8 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
         step / warmup_steps                        in the warm-up
         1                                          until decay_start
         max(min_lr_ratio, (1 + cos(pi * p)) / 2)   then, with schedule "cosine"
-        max(min_lr_ratio, 1 - p)                   then, with other schedules, or 1 - sqrt(p) with cooldown "sqrt"
+        max(min_lr_ratio, 1 - sqrt(p))             then, with cooldown "sqrt"
+        max(min_lr_ratio, 1 - p)                   then, otherwise
 
     Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A, and cooldowns, arXiv 2405.18392.
     """
@@ -113,8 +114,8 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
       orthogonalizers: tree with the structure of the parameters, with the function momentum -> update of each parameter
         that Muon updates, see `ops.muon`, and None for AdamW. By default all are None. Muon has no second moment.
 
-    The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
-    (bool scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments stay.
+    The update takes the extra arguments `learning_rate`, `grad_norm` (norm of the same gradients), `finite` (bool
+    scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments are unchanged.
     Source: Loshchilov and Hutter, arXiv 1711.05101, with decoupled decay as in torch.optim.AdamW. Muon's momentum, with
     bias corrections, is the same as in optax.contrib.muon.
     """
@@ -259,9 +260,10 @@ def detect_spike(
 
     A value is a spike if it exceeds the limit mean + sigmas * std of the values in the window. All devices take the
     same decision, because the values are reduced over them. A step that is not finite is no spike and does not enter
-    the window, which a NaN would spoil. A spike enters the window as the limit that it exceeds, skipped or not. As it
-    is, one spike of 1e6 would hide all others for a whole window. Without it, a lasting new level would be a spike for
-    ever. So the limit rises with each spike, and a new level is normal after some tens of steps.
+    the window, which a NaN would spoil. A spike enters the window as the limit that it exceeds, skipped or not. With
+    its own value, one spike of 1e6 would hide all others for a whole window. If spikes did not enter, a lasting new
+    level would be a spike for ever. So the limit rises with each spike, and a new level is normal after some tens of
+    steps.
 
     Source: OLMo-core's SkipStepOptimizer (6 standard deviations of 128 steps, loss or gradient norm).
     """

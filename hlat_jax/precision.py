@@ -150,7 +150,7 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
 
     Args:
       value: float32 values.
-      dtype: bfloat16, which has the upper bits of fp32.
+      dtype: bfloat16, the only dtype that has the upper bits of fp32.
       bits: uint32 random bits of the same shape, of which the upper half is used.
 
     Raises:

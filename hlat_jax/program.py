@@ -45,17 +45,18 @@ SIMULATED = {"none": None, "neuron": "none", "neuron_all": "all"}
 
 @dataclasses.dataclass(frozen=True)
 class RunProgram:
-    """The program of a run, built once: its functions, the shapes they take, and the choices they were built with.
+    """The program of a run, built once, with its functions, their shapes, and the choices behind them.
 
     Attributes:
-      layout: the mesh, of devices or planned ones.
-      choices: key of ModelConfig -> the implementation that serves, and why the others do not.
+      config: the config of the run.
+      layout: the mesh, of real or planned devices.
+      choices: key of ModelConfig -> the chosen implementation, and why the others do not run.
       model: `config.model` with every `auto` replaced by its choice.
       accumulate: `config.train.accumulate` with `auto` replaced by its choice.
       training: init and step for given parameters.
-      init: jitted uint32 seed -> state before the first step, with the weights of that seed's rbg key.
-      eval_step: jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
-      norms: jitted state -> norms, fp32, by part; see `_state_norms`.
+      init: jitted function of a uint32 seed -> state before the first step, with weights drawn from the seed's rbg key.
+      eval_step: jitted function (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
+      norms: jitted function of a state -> fp32 norms by part, see `_state_norms`.
     """
 
     config: Config
@@ -80,25 +81,25 @@ class RunProgram:
 
     @property
     def microbatch_step(self) -> MicrobatchStep:
-        """The step in programs of one microbatch; a run that simulates a core has none."""
+        """The step in programs of one microbatch. A run that simulates a core has none."""
         step = self.training.microbatch_step
         assert step is not None  # `check_simulated` refuses a run that would dispatch it
         return step
 
     def shard(self, batch: Batch) -> Batch | Iterator[Batch]:
-        """Returns what `run_step` takes of this process's rows: the batch on devices, or its microbatches in turn."""
+        """Returns this process's rows as `run_step` takes them, the batch on devices, or its microbatches in turn."""
         if self.accumulate == "programs":
             return shard_microbatches(batch, self.layout, num_microbatches=self.config.train.num_microbatches)
         return shard_batch(batch, self.layout)
 
     @property
     def seed(self) -> np.uint32:
-        """The argument of `init`: the seed of the weights, which stochastic rounding keeps too."""
+        """The argument of `init`, which is the seed of the weights and of stochastic rounding."""
         return np.uint32(self.config.train.seed & 0xFFFFFFFF)
 
     @functools.cached_property
     def step_arguments(self) -> tuple[Any, Any, Any]:
-        """The shapes, dtypes and shardings of (state, batch, learning rate); nothing is allocated."""
+        """The shapes, dtypes and shardings of (state, batch, learning rate). Nothing is allocated."""
         data = self.config.data
         batch = abstract_batch(data.batch_size, data.seq_len, with_segments=data.packing == "documents")
         return self.training.arguments(abstract_params(self.config.model, layout=self.layout), batch)
@@ -109,13 +110,13 @@ class RunProgram:
         return self.step_arguments[0]
 
     def trace_step(self) -> Any:
-        """Returns the trace of `step`, which JAX keeps; its `.lower()` needs devices that exist."""
+        """Returns the trace of `step`, which JAX keeps. Its `.lower()` needs devices that exist."""
         state, batch, learning_rate = self.step_arguments
         return self.step.trace(state, batch, learning_rate)
 
     @functools.cached_property
     def microbatch_arguments(self) -> dict[str, tuple]:
-        """The shapes, dtypes and shardings of what the programs of `training.microbatch_step` take, by their names."""
+        """Name of a program of `training.microbatch_step` -> shapes, dtypes and shardings of its arguments."""
         state, batch, learning_rate = self.step_arguments
         step, num_microbatches = self.microbatch_step, self.config.train.num_microbatches
         part = jax.tree.map(
@@ -128,7 +129,7 @@ class RunProgram:
 
     @property
     def num_eval_parts(self) -> int:
-        """Parts that `eval_step` takes a batch in: its microbatches where those are dispatched, without stages."""
+        """Number of parts of a batch for `eval_step`: its microbatches if these are dispatched, without stages."""
         is_split = self.accumulate == "programs" and self.layout.size(("pipe",)) == 1
         return self.config.train.num_microbatches if is_split else 1
 
@@ -145,7 +146,7 @@ class RunProgram:
 
     @property
     def inits_on_host(self) -> bool:
-        """Whether the host draws the initial weights: on Neuron, whose compiler took over 280 GB for 305 M of them.
+        """Whether the host draws the initial weights, as on Neuron. Its compiler took over 280 GB for 305 M weights.
 
         Source: a public script for a 9.7B Llama on 224 cores of trn1, see docs/trainium.md.
         """
@@ -175,10 +176,10 @@ def sample_programs(prompt: str) -> list[str]:
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:
-    """Returns the program of a config: AdamW or Muon on the mean next-token loss over all counted tokens.
+    """Returns the program of a config, with AdamW or Muon on the mean next-token loss over all counted tokens.
 
     Raises:
-      ValueError: an implementation that cannot serve, see `choices.choices`, or hardware that does not round.
+      ValueError: an implementation that cannot run, see `choices.choices`, or hardware that does not round.
     """
     chosen = choices(config, layout)
     model = with_choices(config.model, chosen, platform=layout.platform)
@@ -227,22 +228,21 @@ def check_simulated(config: Config, layout: Layout) -> None:
     simulate = config.precision.simulate
     if simulate != "none" and layout.platform == "neuron":
         raise ValueError(
-            f"precision.simulate={simulate!r} on a Neuron device, which rounds by itself; set it to 'none', or run on "
-            "a CPU or GPU."
+            f"precision.simulate={simulate!r} is not for a Neuron device, which rounds by itself. Set it to 'none', or "
+            "run on a CPU or GPU."
         )
     if simulate != "none" and select("accumulate", config.train.accumulate, layout.platform) == "programs":
         raise ValueError(
-            f"precision.simulate={simulate!r} with train.accumulate='programs': the simulator takes a step in one "
-            "program; set train.accumulate='scan'."
+            f"precision.simulate={simulate!r} needs a step in one program, not train.accumulate='programs'. Set "
+            "train.accumulate='scan'."
         )
 
 
 def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> StagedLoss:
     """Returns (params, batch) -> sum of the losses of the counted targets and their number, fp32 scalars, in stages.
 
-    Over a mesh it is the loss of one device, for use inside the `shard_map` of `replica_sync.ReplicaSync`.
-
-    `model` is without `auto`, `compute` the dtype in which it computes; for `z_loss_weight` see `LossOptions`.
+    Over a mesh it is the loss of one device, for use inside the `shard_map` of `replica_sync.ReplicaSync`. `model` has
+    no `auto`, and computes in the dtype `compute`. `z_loss_weight` is as in `LossOptions`.
     """
     ctx = collectives.parallel_context(layout)
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx, model.vocab_size)
@@ -288,13 +288,13 @@ def _eval_step(staged: StagedLoss, options: StepOptions, *, cast: str | None) ->
 
 
 def host_state(program: RunProgram, *, draws: bool = True) -> State:
-    """Returns the state before the first step, bitwise as `init` makes it on CPU; nothing is compiled for its devices.
+    """Returns the state before the first step, bitwise as `init` makes it on CPU, without programs for its devices.
 
     One parameter after another is drawn on the CPU of this process, each layer by itself, in the dtypes of the state.
 
     Args:
-      program: of any platform.
-      draws: whether to draw the weights; else these are the jax.ShapeDtypeStruct of `abstract_state`.
+      program: the program of a run, for any platform.
+      draws: whether to draw the weights. Otherwise they are the jax.ShapeDtypeStruct of `abstract_state`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(program.abstract_state)
     placed, indices_by_weight = [target for _, target in leaves], collections.defaultdict[str, list[int]](list)

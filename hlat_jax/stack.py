@@ -48,7 +48,7 @@ def run_layers(
 def collect_layers(
     layer: Callable[[Any, jax.Array], tuple[jax.Array, Any]], stacked: Any, x: jax.Array, *, loop: str
 ) -> tuple[jax.Array, Any]:
-    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...]. It has no rematerialization.
+    """Returns `x` after every layer in turn, and the aux of all layers, stacked [L, ...], for forward passes only.
 
     Args:
       layer: function (parameters of one layer, x) -> (next x, aux), with aux a tree of arrays.

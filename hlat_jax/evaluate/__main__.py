@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`: perplexity and tasks."""
+"""Perplexity and tasks: `python -m hlat_jax.evaluate --checkpoint=runs/tiny --text=FILE|--validation|--tasks=NAMES`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [
        python -m hlat_jax.evaluate --checkpoint=FOLDER --tasks=NAME,NAME [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate lm_eval --model hlat_jax ...
 
-FILE is one document in UTF-8. SOURCE is files, folders or globs as in data.validation; every record is a document.
-Each document begins with EOS, as in training, or with BOS, see --bos; each of its tokens is predicted once.
+FILE is one document in UTF-8. SOURCE is files, folders or globs as in data.validation. Every record is a document.
+Each document begins with EOS, as in training, or with BOS, see --bos. Each of its tokens is predicted once.
 --validation evaluates the rows of data.validation that the checkpoint's run evaluates while it trains.
-NAME is a task of the LM Evaluation Harness, or one of the paper's suites: hlat and hlat_bias.
-`lm_eval ...` is the harness's own command with our model type registered; it takes everything that lm_eval takes.
+NAME is a task of the LM Evaluation Harness, or one of the paper's suites, hlat and hlat_bias.
+`lm_eval ...` is the harness's own command with our model type registered. It takes all flags of lm_eval.
 """
 
 _FIRST_RANGE = 64  # positions
@@ -47,14 +47,14 @@ _KINDS = ("tasks", "text", "data", "validation")
 
 
 class Document(NamedTuple):
-    """A text as int32 token ids, the first of which is BOS or EOS, and its length in bytes of UTF-8."""
+    """A text as int32 token ids, beginning with BOS or EOS, and its length in bytes of UTF-8."""
 
     ids: np.ndarray
     num_bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the loss of a model on text, or its results on tasks; returns 0, the exit code.
+    """Prints the loss of a model on text, or its results on tasks, and returns 0, the exit code.
 
     `lm_eval ...` is the harness's own command line, with our model type registered.
     """
@@ -107,7 +107,7 @@ def _run_tasks(values: flags.FlagValues) -> None:
     with show_progress("preparing the questions") as status:
         results = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
-        print(f"--limit={values.limit}: for a quick try, not comparable with published figures.")
+        print(f"--limit={values.limit} is for a quick try, not comparable with published figures.")
     print(report(results, tasks, name=str(values.checkpoint)))
     figures = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
     flags_lib.write_report(values.json, figures | {"checkpoint": trained.folder})
@@ -129,7 +129,7 @@ def _run_text(values: flags.FlagValues) -> None:
         cut = functools.partial(pieces, ranges=ranges) if ranges else functools.partial(windows, window=window)
         pairs = [pair for document in documents for pair in cut(document.ids)]
         if not pairs:
-            raise ValueError(f"no token to predict in {count_text(len(documents), 'document')}; give text.")
+            raise ValueError(f"no token to predict in {count_text(len(documents), 'document')}. Give text.")
         num_rows = min(values.batch_size, -(-len(pairs) // trained.layout.row_degree))
         status.text = count_text(len(pairs), "window")
         scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=num_rows)
@@ -142,7 +142,7 @@ def _run_text(values: flags.FlagValues) -> None:
     }
     sizes = ", ".join(count_text(count, name[4:-1]) for name, count in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
-    say("text", f"{sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
+    say("text", f"{sizes} of at most {window:,} tokens, {rate:,.0f} tokens/s with compilation")
     by_position = []
     for first, stop in ranges:  # of a pair, the context ends at the first of its positions
         there = [(loss, len(pair[1])) for pair, loss in zip(pairs, losses, strict=True) if len(pair[0]) == first + 1]
@@ -167,7 +167,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     trained = _open_model(values)
     if not (trained.folder / RUN_ITEM).exists():
         raise ValueError(
-            f"--validation: {trained.folder} holds weights without a run, so it has no data.validation; give "
+            f"--validation needs data.validation of a run, and {trained.folder} holds weights without a run. Give "
             "--data=SOURCE, or the checkpoint of a run."
         )
     settings = saved_run(trained.folder)["metadata"]
@@ -179,10 +179,10 @@ def _run_validation(values: flags.FlagValues) -> None:
         rows_per_batch=num_rows,
     )
     if not held_out:
-        raise ValueError(f"--validation: the run of {trained.folder} has no data.validation; give --data=SOURCE.")
+        raise ValueError(f"--validation: {trained.folder} is of a run without data.validation. Give --data=SOURCE.")
     changed = data_drift(settings, settings | {"validation_manifest": manifest}, num_batches=0)
     if changed:
-        raise ValueError("--validation: the held-out text differs from the run's:\n  " + "\n  ".join(changed))
+        raise ValueError("the held-out text for --validation differs from the run's:\n  " + "\n  ".join(changed))
     for name, source in held_out.items():
         say("validation", source.describe(name))
     eval_step = _eval_step(trained, run, num_rows=num_rows)
@@ -221,10 +221,10 @@ def _report(
 
 
 def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (context, continuation) of windows that slide by half their length: they predict each of `ids[1:]` once.
+    """Yields (context, continuation) of windows that slide by half their length and predict each of `ids[1:]` once.
 
-    The first window predicts all its tokens; each later one starts half a window before the first token that is not
-    predicted yet. A model reads at most `window` tokens of a pair, all but its last.
+    The first window predicts all its tokens. Each later window starts half a window before the first token that is not
+    predicted yet. A model reads at most `window` tokens of a pair, all but the last.
     """
     start = done = 0
     while done < len(ids) - 1:
@@ -240,7 +240,7 @@ def position_ranges(window: int) -> list[tuple[int, int]]:
 
 
 def pieces(ids: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (context, continuation) of windows that do not overlap, and of each the positions of each range.
+    """Yields (context, continuation) for each range of positions in windows that do not overlap.
 
     So each of `ids[1:]` is predicted once, from all tokens of its window before it.
     """
@@ -263,7 +263,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
         try:
             corpus = [pathlib.Path(values.text).read_bytes().decode("utf-8-sig")]
         except UnicodeDecodeError as error:
-            raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
+            raise ValueError(f"--text={values.text} is not UTF-8 ({error}).") from None
     return [_document(corpus, index, tokenizer, first=first) for index in range(len(corpus))]
 
 
@@ -271,7 +271,7 @@ def _document(documents: Corpus | list[str], index: int, tokenizer: Tokenizer, *
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
     record = documents[index]
     if isinstance(record, Answered):
-        raise ValueError(f"{record.where}: records of prompts, answers or messages are for training alone.")
+        raise ValueError(f"{record.where}: records of prompts, answers or messages are only for training.")
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
     else:
@@ -284,17 +284,17 @@ def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
     flags_lib.define_path(values, "text", "File to evaluate as one document.")
-    flags.DEFINE_string("data", "", "Files, folders or globs whose records are documents.", **options)
+    flags.DEFINE_string("data", "", "Files, folders or globs with a document in each record.", **options)
     flags.DEFINE_bool("validation", False, "Evaluate the validation rows of the run.", **options)
-    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: the paper's suite.", **options)
+    flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness, or hlat, the paper's suite.", **options)
     flags_lib.define_path(values, "tasks_folder", "Folder with your own tasks, in YAML.")
-    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: the task's number.", -1, **options)
+    flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question. -1 is the task's.", -1, **options)
     flags.DEFINE_bool("allow_code", False, "Tasks may execute what the model writes, as humaneval does.", **options)
-    flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try; 0: all.", 0, **options)
+    flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try. 0 takes all.", 0, **options)
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
-    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer or run is configured.", **options)
-    flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
-    flags.DEFINE_bool("by_position", False, "Windows do not overlap; also the loss by position in them.", **options)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS. By default the tokenizer or run decides.", **options)
+    flags.DEFINE_integer("window", 0, "Most tokens of a window. 0 is model.max_positions.", 0, **options)
+    flags.DEFINE_bool("by_position", False, "Print the loss by position, in windows that do not overlap.", **options)
     flags.DEFINE_integer("batch_size", 8, "Windows, or questions, in a batch on each replica.", 1, **options)
     flags_lib.define_path(values, "json", "Also write the figures to this file.", use="write")
 

@@ -1,9 +1,9 @@
-"""A trained model as an `LM` of the LM Evaluation Harness: log-likelihoods of continuations, generated text.
+"""A trained model as an `LM` of the LM Evaluation Harness, for log-likelihoods and generated text.
 
     python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
     python -m hlat_jax.evaluate lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
 
-As in the harness's other models, a control token that a text spells, as in '<s>It is', is that token.
+As in the harness's other models, a control token spelled in a text, as in '<s>It is', becomes that token.
 
 Source of the interface: `lm_eval.api.model.LM`, version 0.4.13.
 """
@@ -38,12 +38,14 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     def __init__(
         self, trained: TrainedModel, *, batch_size: int = 8, bos: bool | None = None, status: Status | None = None
     ):
-        """Wraps a model whose parameters are on its devices.
+        """Wraps a trained model.
 
         Args:
-          batch_size: rows that run together, on each replica.
-          bos: whether texts begin with BOS, by default as the tokenizer or run is configured; otherwise an empty
-            context is EOS.
+          trained: the model, with its parameters on the devices.
+          batch_size: number of rows that run together, on each replica.
+          bos: whether texts begin with BOS. By default the tokenizer or run decides. Without BOS, an empty context is
+            EOS.
+          status: progress, which is kept up to date.
 
         Raises:
           ValueError: `bos` with a tokenizer that has no BOS.
@@ -59,7 +61,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         self._generator = Generator(trained.model, trained.params, layout=trained.layout)
 
     def use(self, params: Any) -> None:
-        """Replaces the parameters by others of the same model and sharding; compiled programs are kept."""
+        """Replaces the parameters by others of the same model and sharding, and keeps the compiled programs."""
         self._scorer.params = self._generator.params = params
 
     @property
@@ -78,10 +80,10 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         return f"{self._tokenizer.sha256}-{self._get_template().sha256}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the chat template in Jinja and applies it from now on; None for False.
+        """Returns the chat template in Jinja and applies it from now on, or returns None for False.
 
         Args:
-          chat_template: the name of one of the folder's templates; True: the default one.
+          chat_template: the name of one of the folder's templates, or True for the default template.
 
         Raises:
           ValueError: there is no such template.
@@ -93,10 +95,10 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         return template.text
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation, to which an answer follows or whose last message is to be continued.
+        """Returns the text of a conversation.
 
-        If the template has no place for a system message, it is left out with a warning, as in the harness's backend
-        for Hugging Face.
+        It ends where an answer follows, or without `add_generation_prompt`, in the last message. If the template has no
+        place for a system message, it is left out with a warning, as in the harness's backend for Hugging Face.
 
         Raises:
           ValueError: there is no template, or it refuses the other messages.
@@ -116,7 +118,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 raise
             if not self._left_out:
                 self._left_out = True
-                print(f"warning: system messages are left out: {error}", file=sys.stderr, flush=True)
+                print(f"warning: system messages are left out ({error})", file=sys.stderr, flush=True)
             return render(others)
 
     def _get_template(self) -> ChatTemplate:
@@ -125,7 +127,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         return self._template
 
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns token ids, with BOS before them where texts begin with it, unless this one spells it."""
+        """Returns token ids, after BOS if texts begin with it and this text does not spell it."""
         ids = self._tokenizer.encode_with_control_tokens(string).tolist()
         if add_special_tokens is False or ids[:1] == self._first:
             return ids
@@ -143,7 +145,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Returns the log-likelihood of whole texts, each token predicted once, in windows of `max_length`.
 
-        Where texts begin with BOS, that BOS counts as a token of the text and is predicted after another BOS, as in the
+        If texts begin with BOS, it counts as a token of the text and is predicted after another BOS, as in the
         harness's backend for Hugging Face.
         """
         pairs: list[Pair] = []
@@ -189,14 +191,15 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         unknown = sorted(options.keys() - set(_SAMPLING))
         if unknown:
             raise ValueError(
-                f"generation_kwargs has {unknown[0]!r}; supported are {', '.join(_SAMPLING)}. Leave it out of the task."
+                f"generation_kwargs has {unknown[0]!r}, but only {', '.join(_SAMPLING)} are supported. Leave it out of "
+                "the task."
             )
         sampling = Sampling(**options) if do_sample else Sampling()
         room = self.max_length - max_tokens
         if room < 1:
             raise ValueError(
-                f"max_gen_toks={max_tokens} leaves no room for a prompt: model.max_positions={self.max_length}; "
-                "set it below that in the task, or by the harness's --gen_kwargs."
+                f"max_gen_toks={max_tokens} leaves no room for a prompt in model.max_positions={self.max_length}. "
+                "Set it below that in the task, or by the harness's --gen_kwargs."
             )
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
         steps = self._generator.stream(

@@ -1,8 +1,8 @@
 """Tasks of the LM Evaluation Harness during training, on the sharded parameters.
 
-The figures equal those of `evaluate --tasks` on the checkpoint of that step. The first call compiles a scoring program
-for each padded length, and two programs for each shape of generation; the requests are the same every time, so later
-calls compile nothing.
+The figures are the same as by `evaluate --tasks` on the checkpoint of the step. The first call compiles a scoring
+program for each padded length, and two programs for each shape of generation. The requests are the same every time, so
+later calls compile nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class TasksInTraining:
         self.status = Status()
 
     def load(self) -> None:
-        """Fetches the data of the tasks; call it once, before the first evaluation."""
+        """Fetches the data of the tasks. Call it once, before the first evaluation."""
         self._tasks.load()
 
     def __call__(self, params: Any) -> tuple[dict[str, float], list[str]]:
-        """Returns the results as `tasks/NAME/METRIC`, and the keys of those to print, see `shown_keys`.
+        """Returns the results as `tasks/NAME/METRIC`, and the keys to print, see `shown_keys`.
 
-        NAME is a task or a group of the harness. METRIC is followed by `/FILTER` if the harness applies one.
-        If the harness cannot compute a metric (word perplexity above e^709), prints that, and both are empty.
+        NAME is a task or a group of the harness. METRIC is followed by `/FILTER` if the harness applies one. If the
+        harness cannot compute a metric (word perplexity above e^709), it prints that, and both are empty.
         """
         from hlat_jax.evaluate.harness import HarnessModel
 
@@ -68,7 +68,7 @@ class TasksInTraining:
         try:
             results = self._tasks(self._model)
         except ArithmeticError as error:
-            print(f"tasks: no results for this step: the harness cannot compute a metric ({error})")
+            print(f"tasks: no results for this step, since the harness cannot compute a metric ({error})")
             return {}, []
         finally:
             self._model.use(None)  # the next step donates the parameters
@@ -81,7 +81,7 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 
 
 def shown_keys(report: dict[str, Any]) -> list[str]:
-    """Returns the keys of the metrics to print; members of a group that has metrics of its own are left out."""
+    """Returns the keys of the metrics to print, without members of a group that has its own metrics."""
     groups = report["group_subtasks"]
     inner = {member for group, members in groups.items() if _figures_of(group, report) for member in members}
     return [key for name in report["results"] if name not in inner for key in _figures_of(name, report)]

@@ -1,4 +1,4 @@
-"""The one module that imports the LM Evaluation Harness (the `eval` extra); most of what it uses is undocumented.
+"""The one module that imports the LM Evaluation Harness (the `eval` extra). It uses mostly undocumented parts.
 
 Importing it also imports Hugging Face's `datasets`, so it is imported only for tasks.
 """
@@ -37,8 +37,9 @@ def run_command(argv: Sequence[str], *, check_template: Callable[[Any, bool | st
     """Runs the harness's command line with our model type, which `lm_eval` itself cannot load by entry points.
 
     Args:
-      check_template: called before any work for `--apply_chat_template` of our model type, with the dict of
-        `--model_args` and the name of the template, or True.
+      argv: words of the command line after `lm_eval`.
+      check_template: function of the dict of `--model_args` and the name of the template, or True. It is called before
+        any work for `--apply_chat_template` of our model type.
     """
     register_model_type()
     sys.argv = ["lm_eval", *argv]

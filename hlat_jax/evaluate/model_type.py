@@ -1,4 +1,4 @@
-"""The model type `hlat_jax` of the LM Evaluation Harness: `--model_args` to a `harness.HarnessModel`.
+"""The model type `hlat_jax` of the LM Evaluation Harness, which makes a `harness.HarnessModel` from `--model_args`.
 
 Imports JAX only after Neuron's environment is set for the mesh that the arguments ask for.
 """
@@ -17,14 +17,14 @@ from hlat_jax.generate.inference import DEGREES
 
 
 class ModelType(LM):
-    """The class in the harness's registry under `hlat_jax`: its constructors return a `harness.HarnessModel`."""
+    """The class in the harness's registry under `hlat_jax`. Its constructors return a `harness.HarnessModel`."""
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> LM:
-        """Returns the model of `--model_args`, as `create_from_arg_obj`."""
+        """Returns the model of `--model_args`, as `create_from_arg_obj` does."""
         pairs = [word.split("=", 1) for word in arg_string.split(",") if word]
         if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"--model_args {arg_string}: give KEY=VALUE,KEY=VALUE.")
+            raise ValueError(f"--model_args {arg_string} must be KEY=VALUE,KEY=VALUE.")
         return cls.create_from_arg_obj(dict(pairs), additional_config)
 
     @classmethod
@@ -32,9 +32,9 @@ class ModelType(LM):
         """Returns the model of the arguments that `lm_eval` was given.
 
         Args:
-          arg_dict: values of checkpoint, tokenizer, batch_size, bos and parallel degrees, as of the command
-            `evaluate`; all but `checkpoint` have a default.
-          additional_config: `batch_size`, `max_batch_size` and `device` of its command line.
+          arg_dict: values of checkpoint, tokenizer, batch_size, bos and parallel degrees, as for the command
+            `evaluate`. All but `checkpoint` have a default.
+          additional_config: `batch_size`, `max_batch_size` and `device` of the harness's command line.
 
         Raises:
           ValueError: an unknown argument, an invalid value, no checkpoint, or an error of `inference.open_model`.

@@ -1,8 +1,8 @@
-"""The task suites of the HLAT paper: tasks of the harness, shot counts, and the published figures.
+"""The task suites of the HLAT paper, with tasks of the harness, shot counts, and the published figures.
 
-Source: HLAT, arXiv 2404.10630: tables II and V, with the shot counts given there. Not given there, and chosen here:
-BoolQ without examples; `acc_norm`, normalised by the length of the answers, where a task has it; GSM8K by the part of
-the answer after `####` (`strict-match`).
+Source: HLAT, arXiv 2404.10630, tables II and V, with their shot counts. The paper does not give three choices made
+here. BoolQ has no examples. `acc_norm`, normalised by the length of the answers, is used if a task has it. GSM8K is
+scored by the part of the answer after `####` (`strict-match`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table: the mean of a metric over tasks, in percent.
+    """A column of a table, which is the mean of a metric over tasks, in percent.
 
     Attributes:
-      title: in the paper.
+      title: title in the paper.
+      num_fewshot: number of solved examples before a question.
       metrics: task of the harness -> the key of its metric there, "METRIC,FILTER".
     """
 
@@ -32,7 +33,7 @@ class Column:
         return 100.0 * statistics.mean(results[task][metric] for task, metric in self.metrics.items())
 
     def standard_error(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
-        """Returns the standard error of a figure over independent tasks; None if the harness gives none for a task."""
+        """Returns the standard error of a figure over independent tasks, or None if a task has none."""
         keys = {task: metric.replace(",", "_stderr,") for task, metric in self.metrics.items()}
         errors = [results[task].get(key) for task, key in keys.items()]
         if not all(isinstance(error, float | int) for error in errors):  # "N/A", or a metric without

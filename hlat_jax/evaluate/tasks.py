@@ -30,12 +30,12 @@ _NAME_LINE = re.compile(rb"""^(?:task|group|tag):[ \t]*["']?([\w.-]+)["']?[ \t]*
 def require_harness() -> None:
     """Raises ValueError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("tasks need the LM Evaluation Harness: pip install 'hlat_jax[eval]'.")
+        raise ValueError("tasks need the LM Evaluation Harness. Install it with\n  pip install 'hlat_jax[eval]'")
 
 
 @functools.cache  # listing all tasks takes 8 CPU-s
 def manager(folder: str) -> Any:
-    """Returns the harness's tasks, and those in `folder` unless that is ""."""
+    """Returns the harness's tasks, and the tasks in `folder` unless it is ""."""
     from hlat_jax.evaluate import lm_eval_compat
 
     return lm_eval_compat.TaskManager(include_path=folder or None)
@@ -55,9 +55,16 @@ class Tasks:
         allow_code: bool = False,
         key: str = "--tasks",
     ):
-        """Looks the names up; fetches nothing. `key` is the flag or config key that gave them, for errors.
+        """Looks the names up, and fetches nothing.
 
-        With `allow_code`, tasks may execute what the model writes, as HumanEval's do.
+        Args:
+          names: names of tasks, groups, tags and suites.
+          num_fewshot: number of solved examples before a question, or -1 for the task's number.
+          limit: most questions of each task, or 0 for all.
+          folder: folder with more tasks, or "".
+          standard_errors: whether to compute standard errors.
+          allow_code: whether tasks may execute programs that the model writes, as in HumanEval.
+          key: flag or config key that gave the names, for errors.
 
         Raises:
           ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
@@ -70,7 +77,7 @@ class Tasks:
         self._bootstrap_samples = _BOOTSTRAP_SAMPLES if standard_errors else 0
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and num_fewshot >= 0:
-            raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
+            raise ValueError(f"--num_fewshot cannot be set, since {min(self.suites)} has shot counts. Leave it out.")
         folder = folder and str(local_path(folder))
         others = [name for name in names if name not in SUITES]
         self._manager = manager(folder)
@@ -84,7 +91,7 @@ class Tasks:
             self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
-        """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
+        """Fetches the data of all tasks and keeps it in memory. A second call does nothing.
 
         Raises:
           ValueError: data that cannot be fetched, or a task that executes code, which is not allowed.
@@ -99,7 +106,7 @@ class Tasks:
                 self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
             names, reason = ", ".join(self._names), str(error).splitlines()[0]
-            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {reason}") from None
+            raise ValueError(f"{self._key}: data of {names} cannot be fetched ({reason})") from None
         except ValueError as error:  # some tasks try their metric when they are loaded
             raise self._code_refusal(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
 
@@ -179,7 +186,7 @@ def _set_shots(task: Any, num_fewshot: int | None) -> None:
 
 
 def report(results: dict[str, Any], tasks: Tasks, *, name: str) -> str:
-    """Returns the harness's tables of what `Tasks` returned, and each suite's table beside the paper's figures."""
+    """Returns the harness's tables of the results of `Tasks`, and each suite's table with the paper's figures."""
     from hlat_jax.evaluate import lm_eval_compat
 
     tables = [lm_eval_compat.make_table(results)]

@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.generate --checkpoint=runs/tiny --prompt="It is"`: continues text with a trained model."""
+"""Continues text with a trained model: `python -m hlat_jax.generate --checkpoint=runs/tiny --prompt="It is"`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
        python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
 
-Continuations are printed when their batch is done; several with their numbers.
+Continuations are printed when their batch is done. Several continuations have numbers.
 """
 _JSON_KEYS = ("completion", "num_tokens", "ended")  # `ended`: by eos, stop or length
 
 
 def main(argv: Sequence[str]) -> int:
-    """Continues the prompts of the command line and prints them; returns 0."""
+    """Continues the prompts of the command line, prints the texts, and returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     if values.chat and (values.prompt or values.prompts_file or values.json or values.stop):
-        raise ValueError("--chat reads messages from its input: leave out --prompt, --prompts_file, --stop and --json.")
+        raise ValueError("--chat reads messages from its input. Leave out --prompt, --prompts_file, --stop and --json.")
     if "" in values.stop:
-        raise ValueError("--stop= would end every completion at once: give it a text, or leave it out.")
+        raise ValueError("--stop= would end every completion at once. Give it a text, or leave it out.")
     texts = [] if values.chat else _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
@@ -113,9 +113,9 @@ def _prompts(values: flags.FlagValues) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"--prompts_file={name} is not UTF-8: {error}.") from None
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f'--prompts_file={name}: each line must be a JSON object with a "text".') from None
+            raise ValueError(f'--prompts_file={name} must have a JSON object with a "text" in each line.') from None
     if not prompts:
-        raise ValueError("no prompt was given; use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
+        raise ValueError("no prompt was given. Use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts
 
 
@@ -129,7 +129,7 @@ def _encode_prompt(
         ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError(
-            f"prompt {index} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
+            f"prompt {index} is {prompt!r}, which encodes to no tokens. Give a word, or --bos to start from BOS."
         )
     return ids
 
@@ -137,7 +137,7 @@ def _encode_prompt(
 def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
-    flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated.", **options)
+    flags.DEFINE_multi_string("prompt", None, "Text to continue. You can repeat it.", **options)
     about = "File with a prompt in each line that is not blank, or .jsonl with texts."
     flags_lib.define_path(values, "prompts_file", about)
     flags.DEFINE_bool(
@@ -146,18 +146,18 @@ def _define(values: flags.FlagValues) -> None:
         "Control tokens written in prompts, such as <|im_start|>, are tokens and not text.",
         **options,
     )
-    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as the tokenizer or run is configured.", **options)
+    flags.DEFINE_bool("bos", None, "Begin prompts with BOS. By default the tokenizer or run decides.", **options)
     flags.DEFINE_integer("max_tokens", 128, "Maximum of new tokens of a prompt.", 1, **options)
-    flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
-    flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)
+    flags.DEFINE_float("temperature", 0.0, "Divides the logits. 0 always takes the most likely token.", **options)
+    flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens. 0 draws from all.", **options)
     flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens with this total probability.", **options)
-    flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: tokens that the text has had are less likely.", **options)
+    flags.DEFINE_float("repetition_penalty", 1.0, "Above 1, tokens that the text has had are less likely.", **options)
     flags.DEFINE_integer(
-        "seed", 0, "Seed of the random draws; the same seed gives the same text on any mesh.", **options
+        "seed", 0, "Seed of the random draws. The same seed gives the same text on any mesh.", **options
     )
     flags.DEFINE_integer("batch_size", 32, "Prompts of a batch.", 1, **options)
-    flags.DEFINE_bool("chat", False, "Talk: each line of input is a message, in the model's chat template.", **options)
-    flags.DEFINE_multi_string("stop", [], "Text that ends a completion, and is left out; may be repeated.", **options)
+    flags.DEFINE_bool("chat", False, "Answer each line of input as a message, in the model's chat template.", **options)
+    flags.DEFINE_multi_string("stop", [], "Text that ends a completion and is left out. You can repeat it.", **options)
     flags.DEFINE_bool("json", False, "Print each completion as a line of JSON, with why it ended.", **options)
 
 

@@ -1,6 +1,6 @@
-"""The cache of keys and values that generation keeps, and a decoder's layers applied with it; forward only.
+"""The cache of keys and values of generation. A decoder's layers are applied with it, forward only.
 
-Shapes: B rows, T new tokens, S slots of the cache, D embed, N heads, K kv heads, G heads per kv head, H head, L layers.
+Shapes: B rows, T tokens, S slots, D embed, N heads, K kv heads, G heads per kv head, H head, L layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MASKED = -1e30  # finite, so that a masked score minus the maximum of a row is 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the dtype of the parameters: the policy's."""
+    """Keys (rotated) and values [L, B, S, K, H] of all layers, in the dtype of the parameters."""
 
     keys: Any
     values: Any
@@ -41,8 +41,8 @@ def apply_layers_with_cache(
 ) -> tuple[jax.Array, KVCache]:
     """Returns `Decoder.apply_layers`, and the keys and values [L, B, T, K, H] of these tokens.
 
-    With a cache, T is 1 and the token attends to itself and to slots of its row: `visible` is a function of the window
-    of a layer, None without one, that returns which, bool [B, S].
+    With a cache, T is 1, and the token attends to itself and to slots of its row. `visible` returns these slots, bool
+    [B, S], for the window of a layer, or for None without a window.
     """
     num_keys = None if cache is None else cache.keys.shape[2]
     apply_layer, stacked = decoder.split_layers(positions_BT, num_keys=num_keys, ctx=ctx)
@@ -65,13 +65,9 @@ def apply_layers_with_cache(
 
 
 def _attend_to_cache(q_BTNH: jax.Array, new: KVCache, *, cached: KVCache, visible_BS: jax.Array) -> jax.Array:
-    """Returns [B, T = 1, N, H]: attention of the last token of rows whose earlier ones are cached.
+    """Returns [B, T = 1, N, H], the attention of a query to its own key and value `new`, and to visible cached ones.
 
-    Args:
-      q_BTNH: its query.
-      new: its key and value [B, T = 1, K, H], which are not written to the cache here.
-      cached: those of one layer [B, S, K, H], read as they are stored.
-      visible_BS: bool, which slots the query attends to.
+    `new` [B, T = 1, K, H] is not written to the cache here. `cached` has the keys and values of one layer [B, S, K, H].
     """
     b, t, n, h = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(b, t, new.keys.shape[2], -1, h)

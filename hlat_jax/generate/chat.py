@@ -22,10 +22,10 @@ _TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes
 
 
 def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> ChatTemplate:
-    """Returns the template of a model, of which no array is read; `name` is as `ChatTemplate`'s.
+    """Returns the chat template `name` of a model, as for `ChatTemplate`, without reading an array.
 
     Raises:
-      ValueError: there is none, or it has no place for the user's message or the answer; `key` is the flag to name.
+      ValueError: there is none, or it has no place for the user's message or the answer. `key` is the flag to name.
     """
     folder = local_path(checkpoint, key="--checkpoint")
     if (weights := describe(folder)) is None:
@@ -44,16 +44,16 @@ def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> Ch
 
 
 def ids_that_end_an_answer(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
-    """Returns the control token that the template puts after an answer, if it does, and those that end any text."""
+    """Returns the tokens that end any text, and the control token, if any, that the template puts after an answer."""
     after = template.render(_TALK).rpartition("Yes")[2]  # not `answers`: a template may begin one with a thought
     first = tokenizer.encode_with_control_tokens(after)[:1].tolist() if after.strip() else []
     return {*tokenizer.stop_ids, *(token for token in first if not tokenizer.decode([token]))}
 
 
 def chat(trained: TrainedModel, template: ChatTemplate, generator: Generator, **options: Any) -> None:
-    """Answers each line of standard input until it ends; `options` are those of `Generator.stream`.
+    """Answers each line of standard input until it ends. `options` are passed to `Generator.stream`.
 
-    The oldest turns are left out where the conversation and an answer are longer than the model's positions.
+    If the conversation and an answer are longer than the model's positions, the oldest turns are left out.
     """
     tokenizer, most = trained.tokenizer, trained.model.max_positions
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""  # a file or pipe gets the answers only
@@ -83,7 +83,7 @@ def chat(trained: TrainedModel, template: ChatTemplate, generator: Generator, **
 
 
 def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Returns the tokens of a conversation to which an answer follows."""
+    """Returns the tokens of a conversation, ready for an answer."""
     return tokenizer.encode_with_control_tokens(template.render(messages, to_answer=True)).tolist()
 
 

@@ -1,9 +1,8 @@
 """The two jitted programs of generation: `prefill` reads prompts and fills the cache, `decode` adds a token.
 
-Prompts are left-aligned in T slots, so that attention needs the causal mask alone. Generated tokens go to slot T and
-those after it, the same slots in every row, so that a token is written to the cache by one slice. The slots between a
-prompt's end and T are never read. Over a mesh the model is sharded as in the training step; of the stages of `pipe` one
-works at a time.
+Prompts are left-aligned in T slots, so that attention only needs the causal mask. Generated tokens go to slot T and
+later slots, the same in every row, so that one slice writes a token to the cache. The slots between a prompt's end and
+T are never read. Over a mesh the model is sharded as in the training step. One stage of `pipe` works at a time.
 
 Shapes: B rows, T slots of a prompt, S slots in all, K kv heads, H head, L layers, V vocab.
 """
@@ -37,10 +36,10 @@ class GenerationShape(NamedTuple):
     """The static sizes of a generation.
 
     Attributes:
-      num_rows: B; the row degree of the layout divides it.
-      prompt_slots: T.
-      slots: S; from T on they hold what is generated.
-      penalized: tokens of the vocabulary, under a repetition penalty; 0 without one.
+      num_rows: number of rows B, which the row degree of the layout divides.
+      prompt_slots: number of slots of a prompt, T.
+      slots: number of all slots, S. Slots from T on hold generated tokens.
+      penalized: size of the vocabulary under a repetition penalty, or 0 without one.
     """
 
     num_rows: int
@@ -52,14 +51,14 @@ class GenerationShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
-    """The rows of a batch of prompts, and how their tokens are sampled.
+    """The rows of a batch of prompts, and the options of sampling.
 
     Attributes:
-      lengths: int32 [B], tokens of each prompt, from 1 to T.
-      numbers: int32 [B]; the number of a row seeds its random draws.
+      lengths: int32 [B], number of tokens of each prompt, from 1 to T.
+      numbers: int32 [B], number of each row, which seeds its random draws.
       prompt_slots: int32 scalar, T.
-      sampling: as `Sampling.arguments` gives it.
-      seen: bool [B, V], the tokens that a row has had, under a repetition penalty; None without one.
+      sampling: result of `Sampling.arguments`.
+      seen: bool [B, V], the tokens that a row has had, under a repetition penalty. None without one.
     """
 
     lengths: Any
@@ -100,7 +99,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Any:
 def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
     """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
-    The cache is donated. The parameters may also be those of `separate_layers`, for a model with
+    The cache is donated. The parameters may also be the result of `separate_layers`, for a model with
     `layer_loop="unroll"`.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
@@ -134,10 +133,10 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
 
 
 def has_separate_layers(layout: Layout) -> bool:
-    """Returns whether decoding is to be given the matrices of each layer as `separate_layers` returns them.
+    """Returns whether decoding should get the matrices of each layer from `separate_layers`.
 
-    XLA on CPU copies the slice of a stacked matrix that a layer needs, and fuses a reshape into a product with a single
-    row, which then reads the matrix column by column: 8 ms instead of 0.5 ms for 576 x 3,072.
+    XLA on CPU copies the slice of a stacked matrix that a layer needs. It also fuses a reshape into a product with a
+    single row, which then reads the matrix column by column. That takes 8 ms instead of 0.5 ms for 576 x 3,072.
     """
     return layout.platform == "cpu" and layout.mesh.size == 1
 
@@ -145,7 +144,7 @@ def has_separate_layers(layout: Layout) -> bool:
 def separate_layers(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
     """Returns parameters on CPU with `layers` as a list, and their matrices [contracted, output].
 
-    In the same memory as the stacked ones, wherever a layer begins at a multiple of 64 bytes.
+    They share the memory of the stacked parameters if a layer begins at a multiple of 64 bytes.
     """
 
     def separate(stacked: jax.Array, axes: tuple[str, ...]) -> list[jax.Array]:
@@ -173,9 +172,10 @@ def _stack_layers(layers: list[Any], cfg: ModelConfig) -> Any:
 
 
 def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
-    """Returns the model with implementations that serve prompts of any length.
+    """Returns the model with implementations that support prompts of any length.
 
-    An implementation that was chosen for training and does not serve every length is replaced by the choice of `auto`.
+    An implementation that was chosen for training and does not support every length is replaced by the choice of
+    `auto`.
     """
     refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
     cfg = dataclasses.replace(cfg, **{key: "auto" for key, reason in refused.items() if reason})
@@ -188,7 +188,7 @@ def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, Prom
 
 
 def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, Any]:
-    """Returns the same for `decode`; `dtype` is that of the parameters."""
+    """Returns shapes, dtypes and shardings of the arguments of `decode` after the parameters, which have `dtype`."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
     given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
@@ -205,7 +205,7 @@ def _row_specs(rows: PromptRows) -> PromptRows:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDecoder:
-    """A model under a layout, for programs without gradients: these two, and the one in `scoring`."""
+    """A model under a layout, for programs without gradients, which are these two and the one in `scoring`."""
 
     cfg: ModelConfig
     layout: Layout
@@ -234,14 +234,14 @@ class ShardedDecoder:
         cache: KVCache | None = None,
         visible: Callable[[Any], jax.Array] | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's.
+        """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's layers.
 
         Args:
-          decoder: bound to this device's parameters.
+          decoder: decoder bound to this device's parameters.
           tokens_BT: new tokens.
-          positions_BT: int32.
-          cache: the cache of earlier tokens; see `cache.apply_layers_with_cache`.
-          visible: function of a window that returns which slots the new token attends to.
+          positions_BT: int32 positions of the tokens.
+          cache: the cache of earlier tokens, see `cache.apply_layers_with_cache`.
+          visible: function of a window that returns the slots that the new token attends to.
         """
         ctx = self.ctx
 

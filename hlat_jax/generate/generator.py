@@ -43,7 +43,7 @@ _PREFIX_TOKENS = 4  # of a sample: BOS, and the marker of a word's beginning, in
 
 
 class Programs(NamedTuple):
-    """`decoding.prefill`, or `prefill_by`, and `decoding.decode`, compiled for one shape."""
+    """The programs of `make_prefill` (or `prefill_by`) and `make_decode` of `decoding`, compiled for one shape."""
 
     prefill: Callable[..., Any]
     decode: Callable[..., Any]
@@ -51,14 +51,14 @@ class Programs(NamedTuple):
 
 
 class Generator:
-    """A model with its parameters on the devices; compiles its two programs once for each shape."""
+    """A model with its parameters on the devices. It compiles its two programs once for each shape."""
 
     def __init__(self, cfg: ModelConfig, params: Any, *, layout: Layout | None = None):
         """Puts the parameters on the devices.
 
         Args:
           cfg: the model.
-          params: its parameters, as `model.init_params` returns them; the model computes and caches in their dtype.
+          params: parameters as `model.init_params` returns them. The model computes and caches in their dtype.
           layout: the devices, by default the first one.
         """
         self.cfg = cfg
@@ -75,7 +75,7 @@ class Generator:
         stop_ids: Collection[int] = (),
         first_number: int = 0,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
+        """Returns the new tokens of each prompt, without the token of `stop_ids` that ended it, see `stream`."""
         steps = self.stream(
             prompts,
             max_tokens=max_tokens,
@@ -95,17 +95,24 @@ class Generator:
         stop_ids: Collection[int] = (),
         first_number: int = 0,
     ) -> abc.Generator[list[int | None], None, None]:
-        """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
+        """Returns an iterator over steps, each with the new token of every prompt, or None after its end.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
-        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched.
+        numbers of (seed, `first_number` + i, position), so its text does not depend on the batches of prompts.
+
+        Args:
+          prompts: token ids of each prompt.
+          max_tokens: most new tokens of a prompt.
+          sampling: options of sampling.
+          stop_ids: tokens that end a row.
+          first_number: number of the first prompt.
 
         Raises:
           ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
         """
         limits = [self._limit(index, prompt, max_tokens) for index, prompt in enumerate(prompts)]
         if not limits:
-            raise ValueError("prompts is empty; give at least one.")
+            raise ValueError("prompts is empty. Give at least one.")
         separate = has_separate_layers(self.layout)
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
@@ -123,7 +130,7 @@ class Generator:
         )
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
-        """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
+        """Returns the shape that prompts are padded to, with powers of two, so that few programs are compiled."""
         prompt_slots = padded_length(max(map(len, prompts)), self.cfg.max_positions)
         slots = prompt_slots + _power_of_two(max_tokens, fewest=_FEWEST_SLOTS)
         replicas = self.layout.row_degree
@@ -135,13 +142,13 @@ class Generator:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
         if not 0 < len(prompt) < self.cfg.max_positions:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
-                f"for prompts of 1 to {self.cfg.max_positions - 1}."
+                f"prompt {index} has {len(prompt)} tokens, but model.max_positions={self.cfg.max_positions} leaves "
+                f"room for prompts of 1 to {self.cfg.max_positions - 1}."
             )
         if not 0 <= min(prompt) <= max(prompt) < self.cfg.vocab_size:
             raise ValueError(
-                f"prompt {index} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
-                f"{self.cfg.vocab_size} they must be below that: encode it with the model's own tokenizer."
+                f"prompt {index} has ids from {min(prompt)} to {max(prompt)}, but they must be below model.vocab_size="
+                f"{self.cfg.vocab_size}. Encode it with the model's own tokenizer."
             )
         return min(max_tokens, self.cfg.max_positions - len(prompt))
 
@@ -165,11 +172,13 @@ def collect_tokens(
     stop_ids: Collection[int],
     is_stopped: Callable[[int, list[int]], bool] = lambda _row, _ids: False,
 ) -> tuple[list[list[int]], list[str]]:
-    """Returns the new tokens of each prompt, without the one that ended it, and why it ended: eos, stop or length.
+    """Returns the new tokens of each prompt, without the token that ended it, and its end, eos, stop or length.
 
     Args:
-      steps: as `Generator.stream` returns them; closed as soon as every prompt has ended.
-      is_stopped: (row, its tokens so far) -> whether the row ends here.
+      steps: result of `Generator.stream`, which is closed as soon as every prompt has ended.
+      num_prompts: number of prompts.
+      stop_ids: tokens that end a row.
+      is_stopped: function (row, its tokens so far) -> whether the row ends here.
     """
     ids: list[list[int]] = [[] for _ in range(num_prompts)]
     ended = [""] * num_prompts
@@ -210,17 +219,17 @@ def stream(
     stop_ids: Collection[int],
     of_decode: Any = None,
 ) -> abc.Generator[list[int | None], None, None]:
-    """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
+    """Yields the new token of every prompt, or None after its end, like `Generator.stream`, with compiled programs.
 
     Args:
-      programs: of a shape that the prompts fit.
-      params: as prefill takes them.
-      prompts: token ids.
+      programs: programs of a shape that the prompts fit.
+      params: parameters for prefill.
+      prompts: token ids of each prompt.
       limits: the maximum of new tokens of each prompt.
-      first_number: the number of the first prompt; numbers seed the random draws.
-      sampling: see `Sampling`; checked here.
+      first_number: the number of the first prompt. Numbers seed the random draws.
+      sampling: options of sampling, which are checked here.
       stop_ids: tokens that end a row.
-      of_decode: parameters as decode takes them, by default the same.
+      of_decode: parameters for decode, by default `params`.
     """
     of_decode = params if of_decode is None else of_decode
     first_slot, left = programs.shape.prompt_slots, list(limits)
@@ -244,13 +253,13 @@ def stream(
 
 
 def prefill_by(decode: Callable[..., Any], cache: KVCache) -> Callable[..., Any]:
-    """Returns a function like `decoding.prefill`, of one prompt, that reads it token by token with `decode`.
+    """Returns a prefill for one prompt that reads it token by token with `decode`.
 
     So a run that prints short samples has one program less to compile.
 
     Args:
-      decode: compiled.
-      cache: shapes, dtypes and shardings of its cache.
+      decode: the compiled program of `make_decode`.
+      cache: shapes, dtypes and shardings of the cache of `decode`.
     """
 
     def zeros(part: jax.ShapeDtypeStruct) -> jax.Array:
@@ -278,13 +287,13 @@ def _add_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 def sample_text(programs: Programs, params: Any, tokenizer: Tokenizer, *, config: Config) -> str:
     """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
-    The programs are of `sample_shape`; the same `train.seed` gives the same text.
+    The programs have the shape `sample_shape`. The same `train.seed` gives the same text.
     """
     train = config.train
     first = [tokenizer.bos_id] if config.data.prepend_bos else []
     prompt = [*first, *tokenizer.encode(train.sample_prompt).tolist()][: config.model.max_positions - 1]
     if not prompt:
-        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} encodes to no tokens; give at least a word.")
+        raise ValueError(f"train.sample_prompt={train.sample_prompt!r} encodes to no tokens. Give at least a word.")
     limit = min(train.sample_tokens, config.model.max_positions - len(prompt))
     sampling = Sampling(temperature=0.8, seed=train.seed)
     if limit == 0:
@@ -297,7 +306,7 @@ def sample_text(programs: Programs, params: Any, tokenizer: Tokenizer, *, config
 def sample_shape(config: Config, layout: Layout) -> GenerationShape:
     """Returns the shape of the samples of a run.
 
-    It does not depend on the tokenizer, which is opened later: every byte of the prompt counts as a token.
+    It does not depend on the tokenizer, which is opened later. Every byte of the prompt counts as a token.
     """
     prompt_slots = padded_length(len(config.train.sample_prompt.encode()) + _PREFIX_TOKENS, config.model.max_positions)
     slots = prompt_slots + _power_of_two(config.train.sample_tokens, fewest=_FEWEST_SLOTS)

@@ -28,12 +28,12 @@ class TrainedModel:
     """A model with its parameters on the devices, and its tokenizer.
 
     Attributes:
-      model: its config.
-      params: jax arrays sharded by `layout`, in the dtype that is stored.
-      layout: of the devices.
-      tokenizer: of the training run.
-      folder: from which the parameters were read.
-      described: a line that describes them.
+      model: config of the model.
+      params: jax arrays sharded by `layout`, in the stored dtype.
+      layout: layout of the devices.
+      tokenizer: tokenizer of the training run.
+      folder: folder from which the parameters were read.
+      described: a line that describes the weights.
       begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
     """
 
@@ -46,7 +46,7 @@ class TrainedModel:
     begins_with_bos: bool = False
 
     def first_ids(self, bos: bool | None) -> list[int]:
-        """Returns [BOS] or [], where `bos` is None as the tokenizer is configured.
+        """Returns [BOS] or []. If `bos` is None, the tokenizer or run decides.
 
         Raises:
           ValueError: the tokenizer has no BOS.
@@ -62,7 +62,7 @@ def define(values: flags.FlagValues) -> None:
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     for axis, about in DEGREES.items():
         flags.DEFINE_integer(
-            f"config.parallel.{axis}", 1, f"{about} of the mesh; -1: all devices that remain.", flag_values=values
+            f"config.parallel.{axis}", 1, f"{about} of the mesh. -1 takes all devices that remain.", flag_values=values
         )
 
 
@@ -76,7 +76,7 @@ def prepare(values: flags.FlagValues) -> None:
 
     if not values.checkpoint:
         raise ValueError(
-            "--checkpoint=FOLDER is missing; give a run folder such as runs/tiny, one of its checkpoints, or a "
+            "--checkpoint=FOLDER is missing. Give a run folder such as runs/tiny, one of its checkpoints, or a "
             "Hugging Face folder."
         )
     check_checkpoint(values.checkpoint)
@@ -87,7 +87,7 @@ def prepare(values: flags.FlagValues) -> None:
 def prepare_for(parallel: ParallelConfig) -> None:
     """Sets and logs Neuron's environment variables if its devices are used and JAX is not imported yet.
 
-    Casts round to nearest, whatever the training run used: no weights are updated.
+    Casts round to nearest, even if the training run rounded stochastically, because no weights are updated.
     """
     if "jax" in sys.modules:
         return
@@ -96,7 +96,7 @@ def prepare_for(parallel: ParallelConfig) -> None:
 
 
 def trained_model(values: flags.FlagValues) -> TrainedModel:
-    """Returns the model of a command line, on its mesh; imports JAX.
+    """Returns the model of a command line, on its mesh. Imports JAX.
 
     Raises:
       ValueError: no complete checkpoint, or degrees that do not fit model and devices.
@@ -110,12 +110,15 @@ def _degrees(values: flags.FlagValues) -> ParallelConfig:
 
 
 def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = "") -> TrainedModel:
-    """Returns the model of a checkpoint over a mesh of these degrees; imports JAX.
+    """Returns the model of a checkpoint over a mesh of these degrees. Imports JAX.
 
-    `checkpoint` is as `weights.trained.open_weights` takes it; `tokenizer` is a file, for weights without one.
+    Args:
+      checkpoint: path, as for `weights.trained.open_weights`.
+      parallel: degrees of the mesh.
+      tokenizer: tokenizer file, for weights without one.
 
     Raises:
-      ValueError: as `trained_model`.
+      ValueError: as for `trained_model`.
     """
     import jax
 

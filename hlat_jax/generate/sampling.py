@@ -1,7 +1,7 @@
 """Sampling of tokens from logits: greedy, temperature, top-k and top-p.
 
-Without argmax, sort and top-k, which Neuron does not support: thresholds are found by bisection over the bits of the
-logits, so they are exact, and the token is the lowest index of the maximum.
+It uses no argmax, sort and top-k, which Neuron does not support. A bisection over the bits of the logits finds exact
+thresholds, and the token is the lowest index of the maximum.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _EXCLUDED = -1e30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; scalars that are arguments of a program, so one program serves all of them.
+    """Options of sampling, as scalars that are arguments of a program, so that one program supports all values.
 
     Attributes:
-      temperature: logits are divided by it; 0: greedy, the most likely token (of equal ones the first).
-      top_k: tokens are drawn from the k most likely ones and their ties; 0: from all.
-      top_p: of these, from the most likely ones whose probabilities add up to it, and their ties; 1: from all.
-      seed: of the random draws.
-      repetition_penalty: above 1, tokens of the prompt and of the text so far are less likely; 1: no penalty, and in
-        `arguments` None, as the programs then know no such tokens.
+      temperature: divisor of the logits. 0 is greedy, and takes the first of the most likely tokens.
+      top_k: number of most likely tokens, and their ties, from which tokens are drawn. 0 draws from all.
+      top_p: sum of probabilities of the most likely of these tokens, and their ties, from which tokens are drawn. 1
+        draws from all.
+      seed: seed of the random draws.
+      repetition_penalty: factor that makes tokens of the prompt and of the text so far less likely, above 1. 1 is no
+        penalty, and None in `arguments`, since the programs then have no such tokens.
     """
 
     temperature: Any = 0.0
@@ -46,13 +47,13 @@ class Sampling:
           ValueError: a value outside its range.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be a finite number of at least 0; 0 is greedy.")
+            raise ValueError(f"temperature={self.temperature} must be a finite number of at least 0 (greedy).")
         if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0; 0 allows every token.")
+            raise ValueError(f"top_k={self.top_k} must be at least 0 (every token).")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and at most at 1; 1 allows every token.")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (every token).")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is none.")
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0. Use 1 for no penalty.")
         return Sampling(
             np.float32(self.temperature),
             np.int32(min(self.top_k, 2**31 - 1)),
@@ -69,9 +70,10 @@ def abstract_sampling(*, is_penalized: bool = False) -> Sampling:
 
 
 def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, factor: jax.Array) -> jax.Array:
-    """Returns the logits with those of tokens that a row has had moved down.
+    """Returns the logits, moved down for tokens that a row has had.
 
-    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1; negative logits are multiplied, as in transformers.
+    A positive logit is divided by `factor`. A negative logit is multiplied by it, as in transformers.
+    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1.
     """
     lower_BV = jnp.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
     return jnp.where(seen_BV, lower_BV, logits_BV)
@@ -81,10 +83,10 @@ def sample(logits_BV: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, 
     """Returns int32 token ids [B]. First top-k cuts, then top-p, as in Hugging Face.
 
     Args:
-      logits_BV: fp32, of the whole vocabulary.
-      sampling: scalars, as `Sampling.arguments` gives them.
-      draws: integers [B] that seed a draw together with `sampling.seed`: the prompt's number and the position of the
-        new token. A draw depends on nothing else, so not on the mesh.
+      logits_BV: fp32 logits of the whole vocabulary.
+      sampling: result of `Sampling.arguments`.
+      draws: integers [B] that seed a draw together with `sampling.seed`, which are the prompt's number and the position
+        of the new token. A draw depends on nothing else, so not on the mesh.
     """
     drawn = sampling.temperature > 0
     scaled_BV = logits_BV / jnp.where(drawn, sampling.temperature, 1.0)
@@ -108,11 +110,9 @@ def _allowed(scaled_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Returns which keys are at or above the greatest threshold that holds: found bit by bit, from the highest.
+    """Returns which uint32 keys are at or above the greatest threshold that holds, found bit by bit from the highest.
 
-    Args:
-      keys_BV: uint32.
-      holds: mask of the tokens at or above a threshold -> bool [B]; monotonic, and true for the mask of all tokens.
+    `holds` maps the mask of tokens at or above a threshold to bool [B]. It is monotonic, and True for all tokens.
     """
 
     def set_bit(bit_index, threshold_B):

@@ -37,9 +37,9 @@ class ScoringBatch(NamedTuple):
     """Rows to score. Every field has shape [B, T].
 
     Attributes:
-      tokens: int32.
-      targets: int32; the token that follows each of them.
-      counted: bool; which targets are scored.
+      tokens: int32 token ids.
+      targets: int32 id of the token that follows each token.
+      counted: bool, True for targets that are scored.
     """
 
     tokens: Any
@@ -48,16 +48,17 @@ class ScoringBatch(NamedTuple):
 
 
 class Scorer:
-    """A model with its parameters on the devices; compiles its program once for each length that rows are padded to.
+    """A model with its parameters on the devices. It compiles its program once for each padded length of rows.
 
     Attributes:
-      params: may be replaced by others of the same model and shardings.
+      max_tokens: most tokens of a continuation, `model.max_positions`.
+      params: the parameters, which may be replaced by others of the same model and shardings.
     """
 
     def __init__(self, cfg: ModelConfig, params: Any, *, layout: Layout, num_rows: int):
-        """Puts the parameters on the devices; `num_rows` is the batch size of each replica.
+        """Puts the parameters on the devices. `num_rows` is the batch size of each replica.
 
-        `params` are as `model.init_params` returns them; the model computes in their dtype.
+        `params` are parameters as `model.init_params` returns them. The model computes in their dtype.
         """
         self.max_tokens = cfg.max_positions
         self._num_rows = num_rows * layout.row_degree
@@ -93,7 +94,8 @@ class Scorer:
         if not len(context) or not 0 < len(continuation) <= self.max_tokens:
             raise ValueError(
                 f"pair {index} has {count_text(len(context), 'token')} of context and {len(continuation)} of "
-                f"continuation; both need at least one, and the second at most model.max_positions={self.max_tokens}."
+                f"continuation. Give at least one of each, and at most model.max_positions={self.max_tokens} of the "
+                "second."
             )
         return np.asarray([*context, *continuation][-self.max_tokens - 1 :], np.int32), len(continuation)
 

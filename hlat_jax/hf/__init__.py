@@ -1,4 +1,4 @@
-"""Import from Hugging Face and export to it. In Python:
+"""Import from Hugging Face and export to it.
 
 model, params = hlat_jax.hf.load("SmolLM2-135M")
 logits_BTV = hlat_jax.model.apply(params, model, tokens_BT)

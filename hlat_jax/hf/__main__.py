@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.hf import|export|average`: weights from Hugging Face and to it, and the mean of checkpoints."""
+"""Weights from Hugging Face and to it, and the mean of checkpoints: `python -m hlat_jax.hf import|export|average`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Run VERB --help for details.
 """
 _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=DIR [flags]
 
-Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; checks every name,
+Reads config.json and model.safetensors, or the files that model.safetensors.index.json names, and checks every name,
 shape and dtype. Copies them with tokenizer and generation config, and adds checksums. Supports Llama 1, 2 and 3,
 SmolLM2, TinyLlama, OpenLLaMA, Mistral, Qwen 2, 2.5 and 3 (dense). A field of config.json that is known to change the
-computation must have a supported value; unknown fields are named in a warning and kept. --verify then compares the
-logits of both models for 128 random tokens and for 128 of a text, in float32, one model in memory at a time. If a
-difference is above 16 times the rounding error of transformers' own float32, it is an error and nothing is left at
+computation must have a supported value. A warning names unknown fields, which are kept. --verify then compares the
+logits of both models for 128 random tokens and for 128 tokens of a text, in float32, one model in memory at a time. If
+a difference is above 16 times the rounding error of transformers' own float32, it is an error and nothing is left at
 --out.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
 Writes safetensors with config.json, generation_config.json and tokenizer, reads them back and compares every bit.
-Exports fp32 master weights where the precision policy keeps them (mixed), in float32; --dtype=bfloat16 rounds them.
+If the precision policy keeps fp32 master weights (mixed), exports them in float32. --dtype=bfloat16 rounds them.
 Under the other policies the parameters are exported in their stored dtype. A run that began with weights of Hugging
-Face in bfloat16 is exported in bfloat16, unless --dtype=float32 is given.
+Face in bfloat16 is exported in bfloat16, unless you give --dtype=float32.
 """
 _AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=DIR
 
@@ -51,7 +51,7 @@ Averages in fp32, one parameter at a time. The checkpoints must have the same mo
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb; returns the exit code: 0, or 1 after an OSError."""
+    """Runs one verb, and returns the exit code, which is 0, or 1 after an OSError."""
     verbs: dict[str, Callable[[Sequence[str]], None]] = {"import": _import, "export": _export, "average": _average}
     verb = flags_lib.choose_verb(argv, verbs, usage=USAGE)
     logging.set_verbosity(logging.ERROR)
@@ -65,8 +65,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _import(argv: Sequence[str]) -> None:
-    values = _flags("of the parameters; empty: as in the files, with float16 as float32")
-    flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
+    values = _flags("of the parameters. By default as in the files, with float16 as float32")
+    flags.DEFINE_bool("verify", False, "Compare logits with transformers.", flag_values=values)
     folder, out = _paths(argv, values, usage=_IMPORT, expected="a folder of Hugging Face")
     check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
@@ -89,17 +89,17 @@ def _import(argv: Sequence[str]) -> None:
         verified = ""
         if values.verify:
             try:
-                with show_progress("comparing the logits with those of transformers"):
+                with show_progress("comparing the logits with transformers"):
                     verified = verifying.verify(checkpoint, open_weights(partial)) + "\n"
             except ValueError as error:
-                raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
+                raise ValueError(f"{error} Removed {out}. To keep it, import without --verify.") from None
     counted = f"{costs.num_params(checkpoint.model):,} parameters in {checkpoint.dtype.name}"
-    print(f"{counted} from {count_text(len(checkpoint.tensors), 'tensor')}; with {', '.join(companions(folder))}")
+    print(f"{counted} from {count_text(len(checkpoint.tensors), 'tensor')}, with {', '.join(companions(folder))}")
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _export(argv: Sequence[str]) -> None:
-    values = _flags("of the tensors; empty: as stored, of the fp32 masters where there are any")
+    values = _flags("of the tensors. By default as stored, for the fp32 masters if there are any")
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     path, out = _paths(argv, values, usage=_EXPORT, expected="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
@@ -121,7 +121,7 @@ def _export(argv: Sequence[str]) -> None:
 
 def _average(argv: Sequence[str]) -> None:
     values = _flags()
-    paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
+    paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints. Name two or more.")
     out = pathlib.Path(values.out)
     if len(paths) > 1:  # else `average` says that one is too few
         for path in paths:
@@ -149,9 +149,9 @@ def _paths(
     argv: Sequence[str], values: flags.FlagValues, *, usage: str, expected: str
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """Returns the one input and the output of a command line."""
-    words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {expected}.")
+    words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input. Name {expected}.")
     if len(words) > 1:
-        raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {expected}, one.")
+        raise ValueError(f"{len(words)} inputs ({', '.join(words)}) are too many. Name {expected}.")
     out = pathlib.Path(values.out)
     check_new_folder(out, key="--out")
     return local_path(words[0]), out

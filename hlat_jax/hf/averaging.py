@@ -1,4 +1,4 @@
-"""The mean of several checkpoints, parameter by parameter. HLAT-70B's last step: arXiv 2404.10630, table IV."""
+"""The mean of several checkpoints, parameter by parameter, as in HLAT-70B's last step (arXiv 2404.10630, table IV)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
 
 def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: Status | None = None) -> list[Weights]:
-    """Writes the mean of checkpoints as the Hugging Face folder `out`, in their dtype; returns its inputs.
+    """Writes the mean of checkpoints as the Hugging Face folder `out`, in their dtype, and returns its inputs.
 
-    Master weights are averaged where a checkpoint has them. Means are fp32, and exact where all values of an element
-    are equal: the mean of a checkpoint with itself is bitwise itself. Holds two stacked parameters at a time, in fp32.
-    `status` is kept up to date.
+    If a checkpoint has master weights, they are averaged. Means are fp32, and exact if all values of an element are
+    equal. So the mean of a checkpoint with itself is bitwise itself. It holds two stacked parameters at a time, in
+    fp32, and keeps `status` up to date.
 
     Raises:
       ValueError: fewer than two checkpoints, different models, dtypes or tokenizers (the message names which), or as
-        `export_checkpoint`.
+        for `export_checkpoint`.
     """
     if len(paths) < 2:
-        raise ValueError(f"{len(paths)} checkpoint to average; give two or more.")
+        raise ValueError(f"{len(paths)} checkpoint to average. Give two or more.")
     averaged = [open_weights(path, masters=True) for path in paths]
     for other in averaged[1:]:
         _require_alike(averaged[0], other)

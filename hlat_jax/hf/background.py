@@ -1,7 +1,7 @@
-"""Exports in the background of training: `<run folder>/huggingface/<step>/`, the same as `hf export` writes.
+"""Exports in the background of training to `<run folder>/huggingface/<step>/`, the same as `hf export`.
 
-An export is made from the checkpoint of its step, by a thread of process 0: no step waits for it, and the other
-processes take no part. A folder appears only when it is complete.
+A thread of process 0 makes an export from the checkpoint of its step. No step waits for it, and the other processes
+take no part. A folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hlat_jax.weights.trained import weights_of_run
 
 
 class ExportError(OSError):
-    """An export could not be written; checkpoints, and the exports before it, are untouched."""
+    """An export could not be written. Checkpoints, and the exports before it, are untouched."""
 
 
 class Exporter:
-    """Exports checkpoints of one run, one at a time; process 0 has one."""
+    """Exports checkpoints of one run, one at a time. Only process 0 has an exporter."""
 
     def __init__(self, workdir: pathlib.Path, *, config: Config):
-        """Starts the thread; writes nothing."""
+        """Starts the thread, and writes nothing."""
         self._workdir, self._config = workdir, config
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
         self._offered = self._step = 0  # the newest checkpoint that was offered, and the one that was exported last
@@ -31,11 +31,11 @@ class Exporter:
 
     @property
     def reading_step(self) -> int:
-        """The step of the checkpoint that an export under way reads; 0 without one."""
+        """The step of the checkpoint that an export under way reads, or 0 without one."""
         return 0 if self._written is None or self._written.done() else self._step
 
     def begin(self, step: int, *, is_saved: bool) -> None:
-        """Notes the step at which the run begins; offers its checkpoint, as a kill may have cut that export short."""
+        """Notes the step at which the run begins, and offers its checkpoint, since a kill may have cut its export."""
         self._offered = step - is_saved
         if is_saved:
             self.offer(step)
@@ -54,20 +54,20 @@ class Exporter:
             return
         if self.reading_step and not is_last:
             print(
-                f"export of step {step} skipped: that of step {self._step} is still being written; raise "
-                f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
+                f"export of step {step} skipped, since the export of step {self._step} is still being written. Raise "
+                f"checkpoint.export_every_steps={every}, or export the checkpoint of step {step} yourself."
             )
             return
         self.wait()
         self._step, self._written = step, self._thread.submit(self._write, step)
 
     def check(self) -> None:
-        """Raises ExportError if the export in the background has failed; does not wait."""
+        """Raises ExportError if the export in the background has failed, without waiting."""
         if not self.reading_step:
             self.wait()
 
     def wait(self) -> None:
-        """Blocks until no export is under way. Raises ExportError when it failed."""
+        """Blocks until no export is under way. Raises ExportError if it failed."""
         if self._written is None:
             return
         written, self._written = self._written, None
@@ -76,8 +76,8 @@ class Exporter:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ExportError(
-                f"step {self._step} could not be exported to {self._folder(self._step)}: {reason}. The "
-                "checkpoints are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same "
+                f"step {self._step} could not be exported to {self._folder(self._step)} ({reason}). The "
+                "checkpoints are untouched, so fix the cause, or set checkpoint.export_every_steps=0, and run the same "
                 "command to resume."
             ) from error
         print(f"exported step {self._step} to {self._folder(self._step)} ({dtype})", flush=True)

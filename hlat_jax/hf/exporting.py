@@ -44,7 +44,7 @@ SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
 
 @contextlib.contextmanager
 def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields an empty folder beside `out`; it is renamed to `out` when the body succeeds, otherwise removed.
+    """Yields an empty folder next to `out`, which is renamed to `out` if the body succeeds, otherwise removed.
 
     Raises:
       ValueError: `out` exists already and is not empty, or cannot be made.
@@ -55,7 +55,7 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"--out={out} cannot be created: {error.strerror}; give another folder.") from None
+        raise ValueError(f"--out={out} cannot be created ({error.strerror}). Give another folder.") from None
     try:
         with process.removed_on_interrupt(partial):
             yield partial
@@ -73,7 +73,7 @@ def seal_all(folder: pathlib.Path) -> None:
 
 
 def with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the content of a config.json with this dtype, under the key that it has for it."""
+    """Returns the content of a config.json with this dtype, under the key of the file for it."""
     return content | {"dtype" if "dtype" in content else "torch_dtype": dtype}
 
 
@@ -85,15 +85,15 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     status: Status | None = None,
 ) -> str:
-    """Writes the folder `out` and compares it with the weights, bit by bit; returns its dtype.
+    """Writes the folder `out`, compares it with the weights, bit by bit, and returns its dtype.
 
     Args:
-      weights: of a run, or imported.
-      out: must not exist, or be empty.
-      dtype: float32 or bfloat16; "": bfloat16 for a run that began with weights of Hugging Face in bfloat16, else the
-        stored one.
+      weights: weights of a run, or imported weights.
+      out: the folder, which must not exist, or be empty.
+      dtype: float32 or bfloat16. "" is bfloat16 for a run that began with weights of Hugging Face in bfloat16, else the
+        stored dtype.
       shard_bytes: size of the largest file of weights.
-      status: is kept up to date.
+      status: progress, which is kept up to date.
 
     Raises:
       ValueError: `out` exists, or the written folder differs from the weights.
@@ -120,43 +120,43 @@ def save(
     """Writes parameters to a new folder that transformers loads, and compares it with them, bit by bit.
 
     Args:
-      params: nested dicts of arrays, as of `init_params`, `hf.load` or a run, whose padding of the vocabulary is left
-        out; one is copied to the host at a time.
+      params: nested dicts of arrays, from `init_params`, `hf.load` or a run. Padding of the vocabulary is left out. One
+        array at a time is copied to the host.
       model: the config of the parameters.
-      tokenizer: a tokenizer file; or a Hugging Face folder, of a model or of a tokenizer alone, whose tokenizer, chat
-        template and other files beside the weights are copied; "" for none.
-      folder: must not exist, or be empty.
-      dtype: float32 or bfloat16; "": that of the parameters.
+      tokenizer: a tokenizer file, or "" for none. From a Hugging Face folder of a model or of only a tokenizer, the
+        tokenizer, chat template and other files next to the weights are copied.
+      folder: the folder, which must not exist, or be empty.
+      dtype: float32 or bfloat16. "" keeps the dtype of the parameters.
 
     Raises:
-      ValueError: parameters of another model, in another dtype than float32 and bfloat16, or of which this process
-        does not hold all shards; another `dtype`; a model that transformers does not load; a folder that exists.
+      ValueError: parameters of another model, in another dtype than float32 and bfloat16, or with shards in other
+        processes. Also another `dtype`, a model that transformers does not load, or a folder that exists.
     """
     out = local_path(folder, key="folder", use="write")
     if dtype not in ("", *DTYPES):
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, or '' for that of the parameters.")
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, or '' to keep the dtype.")
     leaves, expected = leaves_by_name(params), leaves_by_name(abstract_params(model))
     for name in sorted(leaves.keys() | expected.keys()):
         theirs, ours = (tree[name].shape if name in tree else "absent" for tree in (leaves, expected))
         is_padded = name in ("embed", "head") and theirs[1:] == ours[1:] and theirs[0] > ours[0]
         if theirs != ours and not is_padded:
-            raise ValueError(f"params: {name} is {theirs}, and {ours} in the model; give the config of the parameters.")
+            raise ValueError(f"{name} of params is {theirs}, but {ours} in the model. Give the parameters' config.")
     for name, leaf in leaves.items():
         if jnp.dtype(leaf.dtype).name not in DTYPES:
-            raise ValueError(f"params: {name} is {leaf.dtype}; cast it to one of {', '.join(DTYPES)}.")
+            raise ValueError(f"{name} of params is {leaf.dtype}. Cast it to one of {', '.join(DTYPES)}.")
         if not getattr(leaf, "is_fully_addressable", True):
             raise ValueError(
-                f"params: this process holds not all of {name}; save a checkpoint with Orbax, and restore it in one "
-                "process."
+                f"this process does not hold all of {name} of params. Save a checkpoint with Orbax, and restore it in "
+                "one process."
             )
         if leaf.shape != expected[name].shape and np.asarray(leaf)[model.vocab_size :].any():
             raise ValueError(
-                f"params: {name} has {leaf.shape[0]} rows, those from model.vocab_size={model.vocab_size} on not zeros "
-                "as padding is; give the config of the parameters."
+                f"{name} of params has {leaf.shape[0]} rows, and rows from model.vocab_size={model.vocab_size} on are "
+                "not zeros. Give the config of the parameters."
             )
     path = local_path(tokenizer, key="tokenizer") if tokenizer else None
     if path and not path.exists():
-        raise ValueError(f"tokenizer={tokenizer}: no such file or folder; give that of the model, or '' for none.")
+        raise ValueError(f"tokenizer={tokenizer} does not exist. Give the model's file or folder, or '' for none.")
     came_with = describe_hugging_face(path, model) if path and path.is_dir() else None
     described = vars(came_with) if came_with else {"tokenizer": str(path or "")}
     weights = Weights(
@@ -184,7 +184,7 @@ def write_tensors(
 ) -> None:
     """Writes safetensors in the order of `tensors`, and their index if there are several files.
 
-    `values` has (name, values) of every tensor, in any order and dtype; `status` is kept up to date.
+    `values` has (name, values) of every tensor, in any order and dtype. `status` is kept up to date.
     """
     shards = shards_of(tensors, shard_bytes)
     writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
@@ -218,7 +218,7 @@ def _tensors(weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
-    """Returns file name, as transformers has it -> its tensors, in order."""
+    """Returns file name, as in transformers -> tensors of the file, in order."""
     parts: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -237,12 +237,12 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status:
     """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
     exported = open_checkpoint(folder)
     if architecture(exported.model) != architecture(weights.model):
-        raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
+        raise ValueError(f"{folder}: config.json describes another model when read back. This is a bug in hlat_jax.")
     for name, ours in _tensors(weights):
         stored = exported.tensors[name]
         if stored.dtype != dtype or not np.array_equal(bits(as_dtype(ours, dtype)), bits(stored.read())):
             raise ValueError(
-                f"{folder}: {name} has other values than in {weights.folder} when read back; nothing was exported. "
+                f"{folder}: {name} has other values than in {weights.folder} when read back, so nothing was exported. "
                 "Check the disk."
             )
         status.share += ours.size / costs.num_params(weights.model)

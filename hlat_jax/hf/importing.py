@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder: checked and copied with checksums, or read into memory."""
+"""Imports a Hugging Face folder, into a checked copy with checksums, or into memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hlat_jax.weights.trained import leaves_by_name, nest
 def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
 
-    Unknown fields of config.json are named in a `UserWarning`.
+    A `UserWarning` names unknown fields of config.json.
 
     Args:
-      folder: with config.json and safetensors.
-      dtype: of the parameters; "": the dtype of the files, with float16 as float32.
-      fuse_qkv: as ModelConfig's.
+      folder: a folder with config.json and safetensors.
+      dtype: dtype of the parameters. "" keeps the dtype of the files, with float16 as float32.
+      fuse_qkv: `fuse_qkv` of the ModelConfig.
 
     Raises:
       ValueError: see `weights.hf_reading.open_checkpoint`.
@@ -45,10 +45,10 @@ def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -
 
 
 def import_checkpoint(checkpoint: HFCheckpoint, out: pathlib.Path, *, status: Status | None = None) -> None:
-    """Writes the Hugging Face folder `out`, with checksums, a tensor at a time; keeps `status` up to date.
+    """Writes the Hugging Face folder `out`, with checksums, a tensor at a time, and keeps `status` up to date.
 
     Raises:
-      ValueError: `out` exists already, or a file beside the weights is damaged.
+      ValueError: `out` exists already, or a file next to the weights is damaged.
     """
     describe_hugging_face(checkpoint.folder, checkpoint.model)
     dtype = checkpoint.dtype

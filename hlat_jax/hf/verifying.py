@@ -1,4 +1,4 @@
-"""Comparison of imported weights with transformers: the logits of both for random tokens and for a text."""
+"""Compares imported weights with transformers, by the logits of both for random tokens and for a text."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _TEXT = (  # Jane Austen, Pride and Prejudice
 
 
 def require_transformers() -> Any:
-    """Returns (torch, transformers); raises ValueError if one of them cannot be imported."""
-    needs = "--verify needs {}: pip install 'hlat_jax[verify]', or leave it out."
+    """Returns (torch, transformers), or raises ValueError if one of them cannot be imported."""
+    needs = "--verify needs {}. Leave it out, or install it with\n  pip install 'hlat_jax[verify]'"
     return tuple(import_optional(name, missing=needs.format(name)) for name in ("torch", "transformers"))
 
 
@@ -41,15 +41,15 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
     """Returns lines with the largest difference between the logits, of random tokens and of a text.
 
     Both models compute in fp32 with the weights rounded to the dtype of the import. One model at a time is in memory.
-    A difference may be 16 times the difference of transformers' own fp32 from float64 on these tokens, so a deep model
-    whose rounding errors grow is not refused.
+    A difference may be 16 times the difference of transformers' own fp32 from float64 on these tokens. So a deep model
+    with growing rounding errors is not refused.
 
     Args:
       source: the source, for transformers.
-      weights: what was imported from it.
+      weights: the weights that were imported from the source.
 
     Raises:
-      ValueError: a difference is above that, transformers cannot load the source, or is not installed.
+      ValueError: a larger difference, or transformers cannot load the source, or is not installed.
     """
     torch, transformers = require_transformers()
     tokens, lacking = _tokens(weights)
@@ -67,7 +67,7 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
         model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, **options).float().eval()
     except Exception as error:  # of any type, by what is wrong with the folder or with this version
         first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(f"--verify: transformers cannot load {source.folder}: {first}.") from None
+        raise ValueError(f"transformers cannot load {source.folder} for --verify ({first}).") from None
     with torch.no_grad():
         ids_BT = torch.from_numpy(tokens_BT).long()
         theirs_BTV = model(ids_BT).logits.numpy()
@@ -88,7 +88,7 @@ def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np
         )
     return labelled(
         "verified",
-        f"the logits of {len(ours_TV)} {name} differ from transformers by {sizes}; transformers in fp32 differs from "
+        f"the logits of {len(ours_TV)} {name} differ from transformers by {sizes}, and transformers in fp32 from "
         f"float64 by {rounding:.1e}",
     )
 

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention on packed rows: contract, XLA implementations, and the registration of all."""
+"""Causal grouped-query attention on packed rows, with its contract, XLA implementations, and registrations."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def attention(
     implementation: str,
     window: int | jax.Array | None = None,
 ) -> jax.Array:
-    """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
+    """Returns softmax(q k^T / sqrt(H) + mask) v, [B, T, N, H], in the dtype of `q_BTNH`.
 
     A query attends to the keys at its own and earlier positions of its row that have its segment id. Query head n uses
-    key-value head `n // (N / K)`. Products take the input dtype and accumulate in fp32; scaling by 1/sqrt(H) and the
-    softmax are fp32; probabilities are rounded to the dtype of the values before the second product.
+    key-value head `n // (N / K)`. Products take the input dtype and accumulate in fp32. Scaling and the softmax are
+    fp32. Probabilities are rounded to the dtype of the values before the second product.
 
     Args:
       q_BTNH: queries, already rotated.
-      k_BSKH: keys, S = T; K divides N.
+      k_BSKH: keys, with S = T, and K a divisor of N.
       v_BSKH: values.
-      segment_ids_BT: int32, or None when every row is one segment.
+      segment_ids_BT: int32 ids of segments, or None if every row is one segment.
       implementation: a name that `OP.choose` returns.
-      window: number of keys that a query attends to, its own included; None: all. An int32 scalar where layers that
-        share a program differ; no block of keys is then skipped. Source: arXiv 2310.06825, section 2.
+      window: number of keys that a query attends to, its own included, or None for all. It is an int32 scalar if layers
+        of one program differ, and no block of keys is then skipped. Source: arXiv 2310.06825, section 2.
 
     Raises:
-      ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
+      ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot take.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
     if isinstance(window, int) and window < 1:
@@ -62,11 +62,11 @@ def describe_call(
     """Returns the spec of a call.
 
     Args:
-      q_shape: (B, T, N, H) of the queries on one device; S = T.
-      num_kv_heads: on one device.
-      dtype: of queries, keys and values.
+      q_shape: shape (B, T, N, H) of the queries on one device, with S = T.
+      num_kv_heads: number of KV heads on one device.
+      dtype: dtype of queries, keys and values.
       has_segments: whether rows hold several documents, which must not attend to each other.
-      window: see `attention`; BY_LAYER for a scalar.
+      window: number of keys as in `attention`, or BY_LAYER for a scalar.
     """
     return {
         "q_shape": tuple(q_shape),
@@ -90,7 +90,10 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     if not is_fitting or (segment_ids_BT is not None and segment_ids_BT.shape != (b, t)):
         given = {"queries": q_BTNH, "keys": k_BSKH, "values": v_BSKH, "segment ids": segment_ids_BT}
         args = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
-        raise ValueError(f"{args}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
+        raise ValueError(
+            f"attention does not take {args}. Give queries [B, T, N, H], keys and values [B, T, K, H] of one "
+            "dtype, N a multiple of K, ids [B, T]."
+        )
 
 
 def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
@@ -115,8 +118,7 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 def _in_blocks(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
-    The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
-    chosen, that costs less than storing them in newly allocated memory.
+    The backward pass recomputes the scores of each block. On CPU that costs less than storing them in new memory.
     """
     b, t, n, h = q_BTNH.shape
     k = k_BSKH.shape[2]
@@ -136,7 +138,7 @@ def _in_blocks(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
 
 
 def block_bounds(seq_len: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the query blocks of "blocked": at most 8, of at least 128 queries except the last."""
+    """Returns (start, stop) of the query blocks of "blocked", at most 8 of at least 128 queries except the last."""
     size = max(_MIN_BLOCK, -(-seq_len // _MAX_BLOCKS))
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 

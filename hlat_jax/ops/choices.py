@@ -1,4 +1,4 @@
-"""The implementation of each op in a run: the specs of its calls on one device, and a choice for each."""
+"""Chooses the implementation of each op in a run, from the specs of its calls on one device."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
     """Returns key of ModelConfig -> the implementation that the run uses, with the reasons.
 
     Args:
-      config: of the run.
-      layout: of its degrees, over devices or abstract.
-      platform: of the devices; None: that of the layout.
+      config: config of the run.
+      layout: layout of its degrees, over devices or abstract.
+      platform: platform of the devices, by default the platform of the layout.
 
     Raises:
-      ValueError: an implementation that cannot serve the run's calls or is excluded on these devices.
+      ValueError: an implementation that cannot run the run's calls or is excluded on these devices.
     """
     device = None if platform is not None or isinstance(layout.mesh, AbstractMesh) else layout.mesh.devices.flat[0]
     kind = ""
@@ -65,7 +65,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
     if is_real and device.platform == "neuron" and importlib.util.find_spec("nkilib") is None:
         refused["attention"] = {"nki": "nkilib is not installed"} | refused.get("attention", {})
     if config.precision.simulate != "none":
-        reason = "precision.simulate reads every operation, and those of a kernel are not seen"
+        reason = "precision.simulate reads every operation, and cannot read the operations of a kernel"
         refused["attention"] = dict.fromkeys(_KERNELS, reason) | refused.get("attention", {})
     if (parts := layout.degrees["context"]) > 1:
         reason = f"it needs the whole sequence, and parallel.context={parts} splits it"
@@ -83,7 +83,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
 
 
 def chosen_model(config: Config, layout: Layout, *, platform: str | None = None) -> ModelConfig:
-    """Returns the model of a config with every `auto` replaced by its choice; arguments as for `choices`."""
+    """Returns the model of a config with every `auto` replaced by its choice. Arguments are as for `choices`."""
     chosen = choices(config, layout, platform=platform)
     return with_choices(config.model, chosen, platform=platform or layout.platform)
 

@@ -1,10 +1,11 @@
-"""Attention in memory linear in T: an online softmax over blocks of keys, with a backward pass of its own.
+"""Attention in memory linear in T, by an online softmax over blocks of keys, with a custom backward pass.
 
-Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked: half of
-them under a causal mask, a band with a window. The forward pass keeps the output and, for each query, the largest score
-and the sum of exponentials, from which the backward pass recomputes the probabilities of a pair.
+Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked. These
+are half of the pairs under a causal mask, or a band with a window. The forward pass keeps the output and, for each
+query, the largest score and the sum of exponentials. From these the backward pass recomputes the probabilities of a
+pair.
 
-Source: Rabe and Staats, arXiv 2112.05682; the backward pass as Dao et al., arXiv 2205.14135, algorithm 4.
+Source: Rabe and Staats, arXiv 2112.05682, and for the backward pass Dao et al., arXiv 2205.14135, algorithm 4.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def attention(
     window: int | jax.Array | None,
     part: Any = None,
 ) -> jax.Array:
-    """Returns [B, T, N, H]: `ops.attention`.
+    """Returns [B, T, N, H], the same as `ops.attention`.
 
-    With a `context_attention.Part`, of the queries of a row that a device has.
+    With `part`, a `context_attention.Part`, the queries are the part of a row that a device has.
     """
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
@@ -57,7 +58,7 @@ def attention(
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:
-    """Returns int32 [pairs, 2]: (query block, key block) that are not fully masked, each query's own block first."""
+    """Returns int32 [pairs, 2], (query block, key block) that are not fully masked, each query's own block first."""
     num_previous = num_blocks if window is None else -(-(window - 1) // block)  # key blocks before the query's own
     pairs = [(i, j) for i in range(num_blocks) for j in range(i, max(-1, i - num_previous - 1), -1)]
     return np.asarray(pairs, np.int32)
@@ -65,14 +66,7 @@ def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What does not change from call to call of one program.
-
-    Attributes:
-      scale: factor of the scores.
-      window: number of keys that a query attends to; None for all, or if it is an array.
-      kv_heads: K.
-      block: positions in a block.
-    """
+    """Static values: factor of the scores, keys in a window (None for all or an array), K, positions in a block."""
 
     scale: float
     window: int | None

@@ -1,9 +1,9 @@
 """Attention of a device that has a part of the sequence of each row, to the keys and values of all parts.
 
-A row is cut into 2C chunks, and device i of C has chunks i and 2C - 1 - i (`rows.zigzag`): under a causal mask all have
-equally many pairs of blocks to visit. Keys and values of all devices are gathered, again in the backward pass, and stay
-in the order of the devices; tables have where each block stands in the row. Documents and windows are masks of these
-blocks. Source: Llama 3, arXiv 2407.21783, 3.3.2.
+A row is cut into 2C chunks, and device i of C has chunks i and 2C - 1 - i (`rows.zigzag`). Under a causal mask all
+devices then visit the same number of pairs of blocks. Keys and values of all devices are gathered, again in the
+backward pass. They stay in the order of the devices, and tables have the place of each block in the row. Documents and
+windows are masks of these blocks. Source: Llama 3, arXiv 2407.21783, 3.3.2.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hlat_jax.parallel.sharding import CONTEXT, Layout
 
 
 class Part(NamedTuple):
-    """Where the queries of a device stand in a row, and the keys, in blocks of positions.
+    """The places in a row of the queries of a device, and of the keys, in blocks of positions.
 
     Attributes:
-      pairs: int32 [pairs, 2]: (query block, key block) to visit, each query's own block first.
+      pairs: int32 [pairs, 2] of (query block, key block) to visit, each query's own block first.
       query_starts: int32 [T / block], position in the row of the first query of each block.
-      key_starts: int32 [S / block], the same of the keys.
+      key_starts: int32 [S / block], position in the row of the first key of each block.
       key_ids_BS: segment ids of the keys, or None.
     """
 
@@ -39,9 +39,9 @@ class Part(NamedTuple):
 
 
 def attend_over(layout: Layout, segment_ids_BT: jax.Array | None) -> Callable[..., tuple[jax.Array, None]]:
-    """Returns the `model.Attend` of this device's queries and everyone's keys, for use inside `shard_map`.
+    """Returns the `model.Attend` of this device's queries to the keys of all devices, for use inside `shard_map`.
 
-    `segment_ids_BT` are those of this device.
+    `segment_ids_BT` are the segment ids of this device's tokens.
     """
     axes, degree = layout.wide(CONTEXT), layout.size(CONTEXT)
 
@@ -76,9 +76,9 @@ def attend_over(layout: Layout, segment_ids_BT: jax.Array | None) -> Callable[..
 
 @functools.lru_cache
 def tables(seq_len: int, degree: int, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns what `Part` has for each of C = `degree` devices, of which all have the same keys.
+    """Returns the tables of `Part` for each of C = `degree` devices, which all have the same keys.
 
-    (pairs int32 [C, P, 2], query_starts int32 [C, T / block], key_starts int32 [S / block]).
+    They are (pairs int32 [C, P, 2], query_starts int32 [C, T / block], key_starts int32 [S / block]).
     """
     chunk = seq_len // (2 * degree)
     block = max(size for size in range(1, min(chunk, chunked_attention.BLOCK) + 1) if chunk % size == 0)

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states against target tokens: contract and three XLA implementations."""
+"""Cross-entropy of hidden states against target tokens, with its contract and three XLA implementations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _is_scaled = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """What the rows of a head stand for.
+    """The vocabulary behind the rows of a head.
 
     Attributes:
       axes: mesh axes that the rows are split over.
-      size: number of tokens; rows beyond it pad the vocabulary to whole parts. 0: every row is a token.
+      size: number of tokens. More rows are padding, for equal parts. 0 means that every row is a token.
     """
 
     axes: tuple[str, ...] = ()
@@ -53,9 +53,9 @@ def is_loss_scaled() -> bool:
 
 
 def logits(hidden: jax.Array, head_VD: jax.Array, *, vocab: Vocab = Vocab()) -> jax.Array:
-    """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32.
+    """Returns fp32 logits [..., V] of `hidden` [..., D], by products in the input dtype that accumulate in fp32.
 
-    Those of rows that pad the vocabulary are `PADDING_LOGIT`.
+    Rows that pad the vocabulary have `PADDING_LOGIT`.
     """
     logits_V = _product(hidden, head_VD, (hidden.ndim - 1, 1))
     num_rows = logits_V.shape[-1]
@@ -67,15 +67,15 @@ def logits(hidden: jax.Array, head_VD: jax.Array, *, vocab: Vocab = Vocab()) -> 
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-    """How the loss is computed.
+    """Options of the loss.
 
     Attributes:
-      implementation: "dense" holds the logits of all tokens at once, "chunked" those of an eighth of every row, from
-        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions; "reference", which JAX differentiates, also keeps them.
-      z_loss_weight: of the squared log-normaliser; 0 is the plain cross-entropy.
-      ctx: the axes that shard the rows of the head. Each device computes the logits of its own rows; their maximum,
-        the sum of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
-      vocab_size: number of tokens, as `Vocab.size`.
+      implementation: "dense" holds the logits of all tokens at once. "chunked" holds the logits of an eighth of every
+        row, from `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions. JAX differentiates "reference", which keeps them.
+      z_loss_weight: weight of the squared log-normaliser. 0 is the plain cross-entropy.
+      ctx: the axes that shard the rows of the head. Each device computes the logits of its rows. Their maximum, the sum
+        of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
+      vocab_size: number of tokens, as in `Vocab.size`.
     """
 
     implementation: str
@@ -94,17 +94,18 @@ def cross_entropy(
 ) -> SumAndCount:
     """Returns the sums over tokens of weight * (nll + z_loss_weight * log_normaliser^2) and of weight, in fp32.
 
-    Logits, softmax and sums are fp32. The forward pass also computes the gradients of `hidden_BTD` and `head_VD`,
-    while it has the logits, in the dtypes of these; the weights have no gradient. That is reverse mode only; forward
-    mode is "reference" on a single device. Under `passes.autocast` with a loss scale, the gradient products of an fp32
-    call stay fp32: they are still unscaled.
+    With logits z, log_normaliser = log(sum(exp(z))), and nll = log_normaliser - z[target]. Logits, softmax and sums are
+    fp32. While the forward pass has the logits, it also computes the gradients of `hidden_BTD` and `head_VD`, in their
+    dtypes. The weights have no gradient. This supports reverse mode only. For forward mode, use "reference" on a single
+    device. Under `passes.autocast` with a loss scale, the gradient products of an fp32 call stay fp32, because they are
+    still unscaled.
 
     Args:
-      hidden_BTD: input of the head, fp32 or bf16; T sharded as `options.ctx` shards it between layers.
-      head_VD: this device's rows of the output projection, or of the embedding table when tied.
-      targets_BT: int32 below V, also at positions of weight 0.
-      weights_BT: fp32; weight of each target.
-      options: static.
+      hidden_BTD: input of the head, fp32 or bf16, with T sharded as `options.ctx` shards it between layers.
+      head_VD: this device's rows of the output projection, or of the embedding table if they are tied.
+      targets_BT: int32 ids below V, also at positions of weight 0.
+      weights_BT: fp32 weight of each target.
+      options: static options.
 
     Source: for a split vocabulary Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
@@ -122,9 +123,9 @@ def describe_call(hidden_shape: tuple[int, ...], vocab_rows: int, *, dtype: Any)
     """Returns the spec of a call.
 
     Args:
-      hidden_shape: (B, T, D) of the head's input on one device.
-      vocab_rows: rows of the head on one device.
-      dtype: of both.
+      hidden_shape: shape (B, T, D) of the head's input on one device.
+      vocab_rows: number of rows of the head on one device.
+      dtype: dtype of both.
     """
     return {"hidden_shape": tuple(hidden_shape), "vocab_rows": vocab_rows, "dtype": jnp.dtype(dtype).name}
 

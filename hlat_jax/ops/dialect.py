@@ -1,9 +1,8 @@
-"""Operator dialects: an op is a contract with several implementations, of which one is chosen, for stated reasons.
+"""Operator dialects. An op is a contract with several implementations, and one of them is chosen, with a reason.
 
 Nothing falls back silently. `auto` is resolved once, before tracing, from the platform and the specs of the calls
-(shapes, dtypes), by level. An explicit name is used for every call,
-or raises an error with the reasons.
-Source: RAF, arXiv 2303.04759, where the choice is by priority alone and a kernel that fails is skipped.
+(shapes, dtypes), by level. An explicit name is used for every call, or raises an error with the reasons.
+Source: RAF, arXiv 2303.04759, which chooses only by priority and skips a kernel that fails.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Implementation:
     """One way to compute an op.
 
     Attributes:
-      name: its name in a config.
-      run: the function; takes the arguments of the op's contract.
-      levels: lowering platform -> preference; `auto` takes the highest. "*" stands for all other platforms. It does
-        not run on platforms without a level.
-      unsupported_reasons: takes a CallSpec by keyword; returns why the call cannot be served, [] when it can.
+      name: name in a config.
+      run: function of the arguments of the op's contract.
+      levels: lowering platform -> preference. `auto` takes the highest. "*" is for all other platforms. The
+        implementation does not run on platforms without a level.
+      unsupported_reasons: function from a CallSpec, by keyword, to reasons why it cannot run the call, [] if it can.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Implementation:
     unsupported_reasons: Callable[..., list[str]] = _serves_every_call
 
     def level_on(self, platform: str) -> int | None:
-        """Returns the level on a platform; None if it does not run there."""
+        """Returns the level on a platform, or None if it does not run there."""
         platform = _LOWERED_AS.get(platform, platform)
         return self.levels.get(platform, self.levels.get("*"))
 
@@ -50,8 +49,8 @@ class Choice:
     """The implementation of an op that a run uses.
 
     Attributes:
-      name: of the implementation.
-      because: the reason for it.
+      name: name of the implementation.
+      because: the reason for the choice.
       passed_over: name of each other implementation -> the reason against it.
     """
 
@@ -87,7 +86,7 @@ class Op:
           ValueError: an implementation of that name exists.
         """
         if implementation.name in ("auto", *self.names):
-            raise ValueError(f"{self.key}: an implementation {implementation.name!r} is already registered.")
+            raise ValueError(f"{self.key} already has an implementation {implementation.name!r}.")
         self._implementations[implementation.name] = implementation
 
     def choose(
@@ -102,15 +101,15 @@ class Op:
         """Returns the choice for a configured name on a platform.
 
         Args:
-          wanted: a name, or "auto" for the highest level among the implementations that can serve the call; ties go
-            to the first registered.
+          wanted: a name, or "auto" for the highest level among the implementations that can run the call. Among equals
+            it is the first registered.
           platform: JAX's name, such as "cpu" or "neuron".
-          call: None if not known: `auto` then takes only implementations that serve every call.
-          excluded: name -> why it is not to be used on this device, whatever the call.
-          preferred: name -> why "auto" takes it before levels, where it can serve.
+          call: spec of the call. If it is None, `auto` takes only implementations that can run every call.
+          excluded: name -> why it must not run on this device, for any call.
+          preferred: name -> why "auto" takes it before levels, if it can run the call.
 
         Raises:
-          ValueError: an unknown name, an implementation that does not run there or cannot serve the call, or no
+          ValueError: an unknown name, an implementation that does not run there or cannot run the call, or no
             implementation that can.
         """
         refusals = self.refusals(platform, call, excluded=excluded)
@@ -123,7 +122,7 @@ class Op:
         able = [name for name, why in refusals.items() if not why]
         if not able:
             reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
-            raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {reasons}.")
+            raise ValueError(f"{self.key} has no implementation for this call on {platform}: {reasons}.")
         if best := next((name for name in preferred or {} if name in able), ""):
             because = preferred[best]
             why_not = dict.fromkeys(able, f"{best} is preferred: {because}")
@@ -137,9 +136,9 @@ class Op:
     def refusals(
         self, platform: str, call: CallSpec | None, *, excluded: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        """Returns name -> the reason why an implementation cannot serve a call on a platform; "" if it can.
+        """Returns name -> the reason why an implementation cannot run a call on a platform, or "" if it can.
 
-        Arguments are those of `choose`.
+        Arguments are the same as for `choose`.
         """
         reasons = {}
         for name, implementation in self._implementations.items():
@@ -149,7 +148,7 @@ class Op:
             elif call is not None:
                 why = "; ".join(implementation.unsupported_reasons(**call)) or why
             elif implementation.unsupported_reasons is not _serves_every_call:
-                why = why or "may not serve the call, whose shapes are not known here"
+                why = why or "may not serve the call, since its shapes are not known here"
             reasons[name] = why
         return reasons
 
@@ -157,15 +156,15 @@ class Op:
         """Returns the output of an implementation.
 
         Args:
-          name: as `choose` returns it.
+          name: name that `choose` returns.
           *args: arguments of the op's contract.
-          **call: its CallSpec.
+          **call: CallSpec of the call.
 
         Raises:
-          ValueError: an unknown name, or one that cannot serve this call.
+          ValueError: an unknown name, or an implementation that cannot run this call.
         """
         if name not in self._implementations:
-            raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
+            raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}.")
         self._check_serves(name, "; ".join(self._implementations[name].unsupported_reasons(**call)))
         return self._implementations[name].run(*args)
 
@@ -176,9 +175,9 @@ class Op:
             raise ValueError(f"{self.key}={wanted!r} is not one of {known}.")
         if wanted not in there:
             served = " and ".join(self._implementations[wanted].levels)
-            raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}; use one of {known}.")
+            raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}. Use one of {known}.")
 
     def _check_serves(self, name: str, why_not: str) -> None:
         if why_not:
             others = ", ".join(other for other in self.names if other != name)
-            raise ValueError(f"{self.key}={name!r} cannot serve this call: {why_not}. Use one of auto, {others}.")
+            raise ValueError(f"{self.key}={name!r} cannot serve this call, since {why_not}. Use one of auto, {others}.")

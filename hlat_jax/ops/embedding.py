@@ -13,9 +13,9 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, *, ctx: ParallelContext) -
     """Returns the rows of the embedding table at `tokens_BT` as [B, T, D], sharded as activations between blocks.
 
     Args:
-      table_VD: this device's rows of the table; all of them without `ctx.vocab`.
+      table_VD: this device's rows of the table, or all rows without `ctx.vocab`.
       tokens_BT: int32 ids of the whole vocabulary.
-      ctx: which devices hold the other rows. Each device looks up its own; all but one of the summed terms are zero.
+      ctx: the devices that hold the other rows. Each looks up its rows, and all but one of the summed terms are zero.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """

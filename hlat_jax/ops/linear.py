@@ -15,16 +15,16 @@ Axes = tuple[str, ...]
 
 
 def column_parallel(equation: str, x_BTD: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
-    """Returns the einsum of `x_BTD` and a matrix whose output axes are split over `tensor`.
+    """Returns the einsum of `x_BTD` and a matrix with output axes split over `tensor`.
 
-    Enters the tensor region: the product reads the whole sequence, and the gradient of `x_BTD` is summed.
+    It enters the tensor region, so the product reads the whole sequence, and the gradient of `x_BTD` is summed.
 
     Args:
-      equation: such as "BTD,DKXH->BTKXH": the last axes of the first operand are contracted with the first of the
-        second, in order.
+      equation: equation such as "BTD,DKXH->BTKXH", which contracts the last axes of the first operand with the first
+        axes of the second, in order.
       x_BTD: activations.
-      param: the matrix, an `nnx.Param` whose metadata `out_sharding` names its logical axes.
-      ctx: how the matrix and the activations are sharded.
+      param: the matrix, an `nnx.Param` with its logical axes in the metadata `out_sharding`.
+      ctx: shardings of the matrix and the activations.
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3.
     """
@@ -40,9 +40,9 @@ def column_parallel_products(
 
 
 def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
-    """Returns the einsum of `x` and a matrix whose contracted axes are split over `tensor`: [B, T, D] between blocks.
+    """Returns the einsum of `x` and a matrix with contracted axes split over `tensor`, [B, T, D] between blocks.
 
-    Leaves the tensor region: the product is summed over `tensor`. Arguments as for `column_parallel`.
+    It leaves the tensor region, so the product is summed over `tensor`. Arguments are as for `column_parallel`.
     """
     (y_BTD,) = _products(materialize(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
     return y_BTD if ctx == SINGLE_DEVICE else ctx.leave_tensor_region(y_BTD)  # whose VJP forward mode cannot use

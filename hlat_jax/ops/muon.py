@@ -1,8 +1,8 @@
 """Orthogonalization of the hidden matrices of a decoder, by which Muon updates them.
 
 A hidden matrix is a projection from or to the residual stream in one layer: Q, K, V, output, gate, up or down. Stacked
-parameters [L, ...] hold one of each layer, or several that are fused. Embedding, head, norms and biases are none.
-Source: K. Jordan et al., https://kellerjordan.github.io/posts/muon; scale "rms": Liu et al., arXiv 2502.16982.
+parameters [L, ...] hold one of each layer, or several that are fused. Embedding, head, norms and biases hold none.
+Source: K. Jordan et al., https://kellerjordan.github.io/posts/muon, and for the scale Liu et al., arXiv 2502.16982.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def is_hidden(axes: tuple[str, ...]) -> bool:
 
 
 def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig, dtype: Any, unroll: bool) -> Any:
-    """Returns for each parameter momentum -> update, or None for one without hidden matrices.
+    """Returns for each parameter the function momentum -> update, or None if it has no hidden matrices.
 
-    The update of a matrix is roughly its nearest semi-orthogonal one, scaled to AdamW's size. Momentum and update are
-    fp32, of the shape of the parameter and sharded like the optimizer's state.
+    The update of a matrix [m, n] is 0.2 sqrt(max(m, n)) `orthogonalize`(momentum), roughly the nearest semi-orthogonal
+    matrix, scaled to AdamW's size. Momentum and update are fp32, of the shape of the parameter and sharded like the
+    optimizer's state.
 
     Args:
       param_axes: logical axes of every parameter.
       layout: the mesh.
-      config: eps.
+      config: options of the optimizer, of which eps is used.
       dtype: dtype of the matrix products.
-      unroll: no loop over the layers, but a copy for each.
+      unroll: whether the program has a copy for each layer instead of a loop.
     """
 
     def of_param(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array] | None:
@@ -119,7 +120,8 @@ def _of_matrices(
 def orthogonalize(x: jax.Array, *, eps: float) -> jax.Array:
     """Returns matrices [..., m, n] with singular values near 1, in their dtype, by Newton-Schulz iterations.
 
-    They end between about 0.5 and 1.5, and those that were below 1e-3 of the norm or so stay smaller.
+    It divides x by its norm. Five times it sets x = a x + (b A + c A^2) x, with A = x x^T. Singular values end between
+    about 0.5 and 1.5. Values below about 1e-3 of the norm stay smaller.
     """
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x

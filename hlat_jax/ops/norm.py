@@ -11,13 +11,13 @@ import jax.numpy as jnp
 def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float) -> jax.Array:
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
-    Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before the product with the
-    scale, so that a bf16 model multiplies in bf16.
+    With rms(x) = sqrt(mean(x^2) + eps), statistics and normalisation are fp32. The quotient is rounded to `x.dtype`
+    before the product with the scale, so that a bf16 model multiplies in bf16.
 
     Args:
-      x: [..., D], any float dtype.
-      scale: [D], cast to `x.dtype`.
-      eps: added to the mean square.
+      x: array [..., D] of any float dtype.
+      scale: array [D], which is cast to `x.dtype`.
+      eps: number added to the mean square.
 
     Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, in the same order.
     """

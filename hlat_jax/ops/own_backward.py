@@ -1,4 +1,4 @@
-"""Functions with a backward pass of their own that forward mode differentiates too, unlike a `jax.custom_vjp`."""
+"""Functions with a custom backward pass that forward mode differentiates too, unlike a `jax.custom_vjp`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Linear = Callable[[Any, dict[int, Any]], Mapping[int, Any]]
 
 
 def with_backward(fn: Callable, forward: Forward, backward: Linear, *, push: Linear | None = None) -> Callable:
-    """Returns `fn` with a backward pass of its own in reverse mode.
+    """Returns `fn` with a custom backward pass in reverse mode.
 
     Forward mode runs `push`, or else differentiates `fn` as JAX does, which computes its results a second time.
 
     Args:
-      fn: arrays -> list of arrays; closes over no traced values, nor do the other functions.
-      forward: (arguments, numbers of the perturbed ones) -> (results of `fn`, what is kept: a pytree of arrays).
-      backward: (what is kept, number of a result -> its cotangent) -> number of an argument -> its gradient.
-      push: (what is kept, number of an argument -> its tangent) -> number of a result -> its tangent.
+      fn: function arrays -> list of arrays. It and the other functions close over no traced values.
+      forward: function (arguments, numbers of the perturbed ones) -> (results of `fn`, residuals, a pytree of arrays).
+      backward: function (residuals, number of a result -> its cotangent) -> number of an argument -> its gradient.
+      push: function (residuals, number of an argument -> its tangent) -> number of a result -> its tangent.
     """
     if push is None:
 
@@ -80,7 +80,7 @@ def with_backward(fn: Callable, forward: Forward, backward: Linear, *, push: Lin
 
 
 def has_own_backward(eqn: Any) -> bool:
-    """Returns whether an equation calls a function that has a backward pass of its own: see `with_backward`."""
+    """Returns whether an equation calls a function with a custom backward pass, see `with_backward`."""
     if eqn.primitive.name != "custom_jvp_call":
         return eqn.primitive.name == "custom_vjp_call"
     return eqn.params["call_jaxpr"].jaxpr.debug_info.func_filename == with_backward.__code__.co_filename

@@ -1,4 +1,4 @@
-"""The ops with several implementations, by the key of ModelConfig that selects one, and a model's choice among them."""
+"""The ops with several implementations, by key of ModelConfig, and the choice for a model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ OPS: dict[str, Op] = {
 
 
 def select_implementations(model: ModelConfig, platform: str) -> ModelConfig:
-    """Returns the model with every `auto` replaced by an implementation that serves any call on a platform.
+    """Returns the model with every `auto` replaced by an implementation that can run any call on a platform.
 
-    A name is kept even if it does not run on this machine: a program may be lowered for another platform. For the calls
-    of a run, `ops.choices` makes better choices.
+    A name is kept even if it does not run on this machine, since a program may be lowered for another platform. For the
+    calls of a run, `ops.choices` makes better choices.
     """
     automatic = [key for key in OPS if getattr(model, key) == "auto"]
     chosen: dict[str, Any] = {key: OPS[key].choose("auto", platform).name for key in automatic}
@@ -31,7 +31,7 @@ def select_implementations(model: ModelConfig, platform: str) -> ModelConfig:
 
 
 def refusal_here(model: ModelConfig) -> str:
-    """Returns why an implementation that a model names does not run on the default backend; "" if all do."""
+    """Returns why an implementation that a model names does not run on the default backend, or "" if all do."""
     refused = exclusions(model, jax.devices()[0].device_kind)
     for key, op in OPS.items():
         try:

@@ -15,23 +15,24 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: all frequencies are divided by `factor`. Source: arXiv 2306.15595."""
+    """Position interpolation, which divides all frequencies by `factor`. Source: arXiv 2306.15595."""
 
     factor: float
 
     def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian."""
+        """Returns the scaled frequencies of the rotated pairs [H/2]. Periods are in positions per radian."""
         return 1 / periods_R / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Scaling of the rotary frequencies in Llama 3.1 and later; the fields have Hugging Face's meaning.
+    """Scaling of the rotary frequencies in Llama 3.1 and later. The fields have Hugging Face's meaning.
 
     Attributes:
-      factor: divides the low frequencies.
-      low_freq_factor: wavelengths above `original_positions / low_freq_factor` are scaled in full.
-      high_freq_factor: wavelengths below `original_positions / high_freq_factor` are kept; between, interpolated.
+      factor: divisor of the low frequencies.
+      low_freq_factor: factor such that wavelengths above `original_positions / low_freq_factor` are scaled in full.
+      high_freq_factor: factor such that wavelengths below `original_positions / high_freq_factor` are kept. Between the
+        two, frequencies are interpolated.
       original_positions: sequence length before scaling, in tokens.
 
     Source: `rope_type="llama3"` of Hugging Face transformers.
@@ -43,7 +44,7 @@ class Llama3Scaling:
     original_positions: int
 
     def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian."""
+        """Returns the scaled frequencies of the rotated pairs [H/2]. Periods are in positions per radian."""
         kept_R = 1 / periods_R
         turns_R = 1 / (1 / kept_R * (2 * math.pi)) * self.original_positions
         share_R = (turns_R - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
@@ -53,16 +54,17 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN; the fields have Hugging Face's meaning.
+    """YaRN. The fields have Hugging Face's meaning.
 
     Attributes:
-      factor: divides the low frequencies.
+      factor: divisor of the low frequencies.
       original_positions: sequence length before scaling, in tokens.
-      beta_fast: pairs that rotate more often within the original positions are kept.
-      beta_slow: pairs that rotate less often are scaled in full; between, interpolated by the number of the pair.
-      attention_factor: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1.
+      beta_fast: number of rotations within the original positions above which pairs are kept.
+      beta_slow: number of rotations below which pairs are scaled in full. Between the two, frequencies are interpolated
+        by the number of the pair.
+      attention_factor: factor of rotated queries and keys. 0 means 0.1 ln(factor) + 1.
 
-    Source: Peng et al., arXiv 2309.00071, section 3; bounds are rounded to whole pairs as by transformers.
+    Source: Peng et al., arXiv 2309.00071, section 3, with bounds rounded to whole pairs as by transformers.
     """
 
     factor: float
@@ -77,7 +79,7 @@ class YarnScaling:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
     def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian, theta > 1."""
+        """Returns the scaled frequencies of the rotated pairs [H/2]. Periods are in positions per radian, theta > 1."""
         pairs = len(periods_R)
 
         def pair_of(rotations: float) -> float:
@@ -97,10 +99,10 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def rope_frequencies(head_dim: int, *, theta: float, scaling: Scaling | None = None) -> np.ndarray:
-    """Returns float32 [H/2]: radians per position of each rotated pair.
+    """Returns float32 [H/2], the radians per position of each rotated pair.
 
-    Computed on the host in fp32 in the order of transformers, as a constant of the program. So nearly all have the bits
-    with which published models were trained.
+    Pair i has theta^(-2i / H), before scaling. It is computed on the host in fp32 in the order of transformers, as a
+    constant of the program. So nearly all frequencies have the bits with which published models were trained.
 
     Source: arXiv 2104.09864, section 3.2.2.
     """
@@ -113,12 +115,12 @@ def rope_frequencies(head_dim: int, *, theta: float, scaling: Scaling | None = N
 def rope_tables(
     positions_BT: jax.Array, *, frequencies: np.ndarray, scaling: Scaling | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos, sin), each fp32 [B, T, H/2]. Computed once per step and shared by all layers.
+    """Returns (cos, sin), each fp32 [B, T, H/2], which all layers share.
 
     Args:
-      positions_BT: int32.
-      frequencies: of `rope_frequencies`.
-      scaling: what they were scaled by; YaRN's has a factor of the tables too.
+      positions_BT: int32 positions of the tokens.
+      frequencies: result of `rope_frequencies`.
+      scaling: scaling of the frequencies. YaRN also scales the tables.
     """
     # fp32: bf16 cannot represent positions above 256
     angles = positions_BT.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
@@ -131,22 +133,22 @@ def rope_tables(
 def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns `x_BTNH` with each pair (i, i + H/2) of a head rotated by its angle, in the dtype of `x_BTNH`.
 
-    The rotation is computed in fp32, the dtype of the tables, and rounded once.
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). It is computed in fp32 and rounded once.
 
     Args:
       x_BTNH: queries or keys.
-      cos: [B, T, H/2] from `rope_tables`.
-      sin: [B, T, H/2] from `rope_tables`.
+      cos: table [B, T, H/2] from `rope_tables`.
+      sin: table [B, T, H/2] from `rope_tables`.
 
     Raises:
       ValueError: H is odd, or the tables have another width.
     """
     h = x_BTNH.shape[3]
     if h % 2:
-        raise ValueError(f"model.head_dim={h} must be even: rotary embeddings rotate pairs.")
+        raise ValueError(f"model.head_dim={h} must be even, since rotary embeddings rotate pairs.")
     if not cos.shape[-1] == sin.shape[-1] == h // 2:
         widths = f"cos has width {cos.shape[-1]} and sin {sin.shape[-1]}"
-        raise ValueError(f"{widths}; head_dim={h} has {h // 2} pairs. Compute both with rope_tables for that head_dim.")
+        raise ValueError(f"{widths}, but head_dim={h} has {h // 2} pairs. Compute both with rope_tables for head_dim.")
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # for all heads
     rotated_BTNH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

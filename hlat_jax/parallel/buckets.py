@@ -1,7 +1,7 @@
 """Buckets of arrays that share one collective.
 
-Many small collectives pay latency each; one for all arrays cannot start before the last gradient is computed. A bucket
-is in between. The values do not depend on it.
+Each of many small collectives pays latency. One collective for all arrays cannot start before the last gradient is
+computed. A bucket is in between. The values do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hlat_jax.parallel import collectives
 
 
 def assign_buckets(arrays: Sequence[jax.Array], keys: Sequence[Hashable], *, bucket_bytes: int) -> list[list[int]]:
-    """Returns the indices of the arrays of each bucket; every index is in one bucket.
+    """Returns the indices of the arrays of each bucket. Every index is in one bucket.
 
     Args:
-      arrays: in the order of the forward pass; buckets are filled from the last, whose gradient is computed first.
-      keys: equal for the arrays of one bucket, as is their dtype.
-      bucket_bytes: capacity; a larger array has a bucket of its own. 0: one array a bucket, in order.
+      arrays: arrays in the order of the forward pass. Buckets are filled from the last, which has its gradient first.
+      keys: keys of the arrays. Only arrays of the same key and dtype share a bucket.
+      bucket_bytes: capacity. A larger array has its own bucket. 0 means one array a bucket, in order.
     """
     if not bucket_bytes:
         return [[index] for index in range(len(arrays))]
@@ -65,7 +65,7 @@ def bucketed_reduce_scatter(arrays: Sequence[jax.Array], axes: tuple[str, ...], 
 
 
 def bucketed_all_gather(parts: Sequence[jax.Array], axes: tuple[str, ...], dims: Sequence[int]) -> list[jax.Array]:
-    """Returns `collectives.all_gather` of each in its own dim, in one collective; inverts `bucketed_reduce_scatter`."""
+    """Returns `collectives.all_gather` of each in its own dim, in one collective. Inverts `bucketed_reduce_scatter`."""
     if len(parts) == 1 or not axes:
         return [collectives.all_gather(part, axes, dim) for part, dim in zip(parts, dims, strict=True)]
     moved = [jnp.moveaxis(part, dim, 0) for part, dim in zip(parts, dims, strict=True)]

@@ -1,8 +1,8 @@
 """Collectives for use inside `shard_map`, with explicit VJPs, and the parallel context of a model that uses them.
 
-The forward and backward pass of a step runs under `jax.shard_map` over all axes of the mesh: code inside has the shapes
+The forward and backward pass of a step runs under `jax.shard_map` over all axes of the mesh. Code inside has the shapes
 of one device, and only the collectives written here and in `replica_sync` run. No partitioner inserts others, and a
-reduce-scatter is always one, even where XLA would not form it.
+reduce-scatter is always one, even if XLA would not form it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy_to_tensor_region(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `x`, which is replicated over `axes` and used by each device for a part; backward: `psum`."""
+    """Returns `x`, which is replicated over `axes`. Each device uses it for a part. The backward pass is `psum`."""
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the sum of `x` over `axes`, replicated; backward: the gradient of the sum, unchanged."""
+    """Returns the sum of `x` over `axes`, replicated. The backward pass returns the gradient of the sum unchanged."""
     return jax.lax.psum(x, axes) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns the parts of all devices along `axes`, concatenated in `dim`; backward: `reduce_scatter`."""
+    """Returns the parts of all devices along `axes`, concatenated in `dim`. The backward pass is `reduce_scatter`."""
     return _gather(x, axes, dim)
 
 
@@ -42,7 +42,7 @@ def _gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns this device's part in `dim` of the sum of `x` over `axes`; backward: `all_gather`."""
+    """Returns this device's part in `dim` of the sum of `x` over `axes`. The backward pass is `all_gather`."""
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
@@ -56,23 +56,23 @@ reduce_scatter.defvjp(
 
 
 def axis_index(axes: tuple[str, ...]) -> jax.Array:
-    """Returns this device's int32 index along mesh axes, the first outermost; 0 without any."""
+    """Returns this device's int32 index along mesh axes, the first outermost, or 0 without axes."""
     return jax.lax.axis_index(axes) if axes else jax.numpy.int32(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelContext:
-    """How a model's parameters and activations are sharded inside `shard_map`; the default is a single device.
+    """Shardings of a model's parameters and activations inside `shard_map`, by default for a single device.
 
-    Mesh axes are named only where they hold more than one device.
+    Mesh axes are named only if they hold more than one device.
 
     Attributes:
       tensor: mesh axes over which heads, mlp and vocabulary are split.
       pipe: the axis over which layers and vocabulary are split.
       fsdp: the axis over which matrices are split along `fsdp_axes` until they are used.
       fsdp_axes: the logical axes that fsdp splits.
-      sequence_parallel: activations between blocks are split over `tensor` along T.
-      context_degree: into how many parts T is split everywhere, see `ops.context_attention`.
+      sequence_parallel: whether activations between blocks are split over `tensor` along T.
+      context_degree: number of parts into which T is split everywhere, see `ops.context_attention`.
     """
 
     tensor: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class ParallelContext:
         return self.pipe + self.tensor
 
     def enter_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the input of a column-parallel matrix, the whole sequence; backward: summed over `tensor`."""
+        """Returns the input of a column-parallel matrix, the whole sequence. Its gradient is summed over `tensor`."""
         if self.sequence_parallel:
             return all_gather(x_BTD, self.tensor, 1)
         return copy_to_tensor_region(x_BTD, self.tensor)
@@ -98,7 +98,7 @@ class ParallelContext:
         return reduce_scatter(y_BTD, self.tensor, 1) if self.sequence_parallel else psum(y_BTD, self.tensor)
 
     def gather_weight(self, weight: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """Returns a matrix with these logical axes gathered over fsdp; backward: reduce-scatter of its gradient."""
+        """Returns a matrix with these logical axes gathered over fsdp. Its gradient is reduce-scattered."""
         for dim, axis in enumerate(axes):
             if axis in self.fsdp_axes:
                 weight = all_gather(weight, self.fsdp, dim)

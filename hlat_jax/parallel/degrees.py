@@ -1,6 +1,6 @@
-"""Checks of parallel degrees that depend on the number of devices, and the nearest degrees that pass them.
+"""Checks parallel degrees for a number of devices, and finds the nearest degrees that pass.
 
-They need no devices: a laptop can check a layout of 8,192.
+The checks need no devices, so a laptop can check a layout of 8,192.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
     On Neuron, devices are placed in the order that groups of the tensor degree need, see `core_groups.order`.
 
     Args:
+      config: the config.
       devices: all devices, the nearest next to each other.
-      server: the Neuron servers that the devices belong to; by default those that the devices name.
+      server: the Neuron servers that the devices belong to, by default the servers that the devices name.
 
     Raises:
       ValueError: degrees that do not multiply to the number of devices, do not divide a size of the model or the
-        batch, or give groups of cores that Neuron does not support; the message has the nearest degrees that pass every
-        check on these devices. Or more tokens in a step than are counted exactly.
+        batch, or give groups of cores that Neuron does not support. The message has the nearest degrees that pass every
+        check on these devices. It also raises for more tokens in a step than are counted exactly.
     """
     rows, seq_len = config.data.batch_size, config.data.seq_len
     if rows * seq_len > 2**24:  # they are counted in float32
         raise ValueError(
             f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, and they are "
-            f"counted exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+            f"counted exactly up to {2**24:,}. Use data.batch_size={2**24 // seq_len} or less."
         )
     server = server or core_groups.server_of(devices)
     try:
@@ -60,7 +61,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
 
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
-    """Returns the number of the device at each place of a mesh, int64[num_devices]; `tensor` is innermost."""
+    """Returns the number of the device at each place of a mesh, int64[num_devices], with `tensor` innermost."""
     order = core_groups.order(server, tensor) if server else None
     numbers = np.arange(num_devices)
     if order is None or num_devices % server.size:
@@ -72,7 +73,7 @@ def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.nda
 def group_verdicts(
     parallel: ParallelConfig, *, model: ModelConfig, server: Server, trains: bool = True
 ) -> dict[str, list[str]]:
-    """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a run; no degree is -1.
+    """Returns DISPUTED and REFUSED -> the reasons, for the groups of the collectives of a run. No degree may be -1.
 
     Source: `core_groups.RULES`.
     """
@@ -91,9 +92,9 @@ def group_verdicts(
 
 
 def collective_axes(layout: Layout, model: ModelConfig, *, trains: bool = True) -> list[tuple[str, ...]]:
-    """Returns the axes, those above 1, of every kind of group that collectives of a run go over.
+    """Returns the axes above 1 of every kind of group that collectives of a run go over.
 
-    `trains`: also those of gradients, the optimizer and the norms.
+    With `trains`, these include the collectives of gradients, the optimizer and the norms.
     """
     # stages, shards, rows, tensor, the vocabulary over stages
     sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), TENSOR, ("pipe", *TENSOR)]
@@ -111,7 +112,7 @@ def collective_axes(layout: Layout, model: ModelConfig, *, trains: bool = True) 
 def check_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> None:
     """Raises ValueError for the first size that a degree does not divide, or group of cores that Neuron refuses.
 
-    The message has the key to change. Groups are checked where the Neuron server of the devices is given.
+    The message has the key to change. Groups are checked if the Neuron server of the devices is given.
     """
     parallel = _resolve_rest(config.parallel, num_devices)
     check_parallel(parallel, config.model)
@@ -126,7 +127,7 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
         per_part, is_rest = divmod(rows, layout.row_degree)
         raise ValueError(
             f"data.batch_size={rows} does not divide into {count_text(layout.row_degree, 'data-parallel part')} x "
-            f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
+            f"train.num_microbatches={num_microbatches}. Make data.batch_size a multiple of {parts}"
             + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
         )
     if server:
@@ -156,7 +157,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     count = len(devices) if -1 in wanted else math.prod(wanted)
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
-        raise ValueError(f"{named} needs {count_text(count, 'device')}, not {len(devices)}; lower a degree.")
+        raise ValueError(f"{named} needs {count_text(count, 'device')}, not {len(devices)}. Lower a degree.")
     parallel = _resolve_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
@@ -174,7 +175,7 @@ def _resolve_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
 
 
 def place_over(parallel: ParallelConfig, devices: Sequence[Any], server: Server | None, *, num_kv_heads: int) -> Layout:
-    """Returns the layout over devices in the order that groups of the tensor degree need; checks no group."""
+    """Returns the layout over devices in the order that groups of the tensor degree need, without a check of groups."""
     parallel = _resolve_rest(parallel, len(devices))
     order = placement(len(devices), tensor=parallel.tensor, server=server)
     return make_layout(parallel, [devices[index] for index in order], num_kv_heads=num_kv_heads)
@@ -192,7 +193,7 @@ def are_degrees_valid(config: Config, num_devices: int, *, server: Server | None
 def nearest_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> dict[str, int] | None:
     """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from the config's.
 
-    A degree of -1 is not compared. Where no degrees pass, returns None.
+    A degree of -1 is not compared. If no degrees pass, it returns None.
     """
     asked = {axis: degree for axis in MESH_AXES if (degree := getattr(config.parallel, axis)) != -1}
 
@@ -210,7 +211,7 @@ def nearest_degrees(config: Config, num_devices: int, *, server: Server | None =
 
 
 def all_degrees(num_devices: int, *, context: int = 1) -> Iterator[dict[str, int]]:
-    """Yields all degrees of which those but `context` multiply to `num_devices`."""
+    """Yields all degrees that multiply to `num_devices`, apart from the given degree `context`."""
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     for pipe, data, fsdp in itertools.product(divisors, repeat=3):
         if num_devices % (pipe * data * fsdp) == 0:
@@ -236,7 +237,7 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
     if layout.wide(("tensor_rep",)) and model.fuse_qkv:
         raise ValueError(
             f"parallel.tensor={tensor} above model.num_kv_heads={model.num_kv_heads} replicates KV heads, which needs "
-            "a KV matrix of its own: set model.fuse_qkv=False, or lower parallel.tensor to at most "
+            "a separate KV matrix. Set model.fuse_qkv=False, or lower parallel.tensor to at most "
             f"{model.num_kv_heads}."
         )
     sizes = {
@@ -262,9 +263,9 @@ def _check_seq_len(seq_len: int, layout: Layout) -> None:
     parts = degree * math.lcm(2 * block, within)
     if seq_len % parts:
         raise ValueError(
-            f"data.seq_len={seq_len} is not a multiple of {parts}, which parallel.context={degree} needs: two chunks a "
-            f"device{f', of blocks of {block} positions' * (block > 1)}"
-            f"{f', each part split over parallel.tensor={within}' * (within > 1)}; change one of them."
+            f"data.seq_len={seq_len} is not a multiple of {parts}, which parallel.context={degree} needs for two "
+            f"chunks a device{f', of blocks of {block} positions' * (block > 1)}"
+            f"{f', each part split over parallel.tensor={within}' * (within > 1)}. Change one of them."
         )
 
 
@@ -274,4 +275,4 @@ def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str
         degrees = layout.degrees
         axes = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in mesh_axes)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
-        raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
+        raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}. Change one of them.")

@@ -1,4 +1,4 @@
-"""Arrays on devices from values that the host computes, one layer at a time; no program is compiled for the devices."""
+"""Makes arrays on devices from values that the host computes, a layer at a time, without a program for the devices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def place_values(
     The host holds the shards of this process's devices, each once, and one result of `compute`.
 
     Args:
-      targets: what to return.
+      targets: shapes, dtypes and shardings of the arrays.
       compute: function of a layer that returns its values for each target, without the leading axis. It is called for
         the layers that a device of this process holds.
-      is_stacked: whether the leading axis counts layers. Otherwise `compute(0)` returns whole values; rows that
+      is_stacked: whether the leading axis counts layers. Otherwise `compute(0)` returns whole values, and rows that
         they lack are zeros.
     """
     held = [_empty_shards(target) for target in targets]

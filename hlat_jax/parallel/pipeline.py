@@ -1,24 +1,23 @@
 """Pipeline parallelism: value and gradient of embed -> stages -> head and loss over the mesh axis `pipe`.
 
-Stage s of p holds the s-th part of the stacked layers. In each tick every stage does the same work on a microbatch of
-its own, so the program has no branches:
+Stage s of p holds the s-th part of the stacked layers. In each tick every stage does the same work on its own
+microbatch, so the program has no branches.
 
-    microbatch j goes forward through stage s in tick j + s and backward in tick j + 2 (p - 1) - s
+    Microbatch j goes forward through stage s in tick j + s and backward in tick j + 2 (p - 1) - s.
 
-In the last stage both fall into one tick, with the loss between them. Three loops of static length follow: p - 1 ticks
-forward, m ticks of one forward and one backward, p - 1 ticks backward; in all (m + p - 1) forwards and backwards, a
-bubble of (p - 1) / (m + p - 1). A stage holds at most 2p - 1 microbatches, however many there are: what their backward
-passes need is kept in a ring of so many slots.
+In the last stage both fall into one tick, with the loss between them. So there are three loops of static length. They
+have p - 1 ticks forward, m ticks of one forward and one backward, and p - 1 ticks backward. These are m + p - 1
+forwards and backwards, with a bubble of (p - 1) / (m + p - 1). A stage holds at most 2p - 1 microbatches, for any m.
+The residuals of their backward passes are in a ring of as many slots.
 
-The embedding table and the head are split over the stages too: each tick broadcasts the output of the last stage, and
+The embedding table and the head are split over the stages too. Each tick broadcasts the output of the last stage, and
 every stage computes its part of the logits.
 
-A value goes to the neighboring stage by a permute, or by an all-gather over the stages, of which each takes its
-neighbor's: Neuron documents permutes between linked cores only, and stages lie on different nodes. Both are equal bit
-for bit.
+A value goes to the neighboring stage by a permute, or by an all-gather over the stages. Neuron documents permutes
+between linked cores only, and stages lie on different nodes. Both are equal bit for bit.
 
-Runs inside the `shard_map` of `replica_sync.ReplicaSync`.
-Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2; the schedule in lockstep is ours.
+It runs inside the `shard_map` of `replica_sync.ReplicaSync`.
+Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2. The schedule in lockstep is ours.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ _MOST_ARRAYS = 32  # of residuals in the ring
 
 @dataclasses.dataclass(frozen=True)
 class StagedLoss:
-    """A loss function in parts; called, it is their composition, with parameters cast and bound once.
+    """A loss function in parts. A call is their composition, with parameters cast and bound once.
 
     Attributes:
-      bind: params -> the model that computes with them; params["layers"] are those of one stage or of all.
-      embed: (model, microbatch) -> x.
-      stage: (model, x, microbatch) -> x of the same shape and dtype; reads the layers.
-      loss: (model, x, microbatch) -> sum of the losses and count, fp32 scalars.
-      exchange: how a value goes to the neighboring stage: "permute" or "all_gather".
+      bind: function params -> the model that computes with them. params["layers"] has the layers of one stage or all.
+      embed: function (model, microbatch) -> x.
+      stage: function (model, x, microbatch) -> x of the same shape and dtype. It reads the layers.
+      loss: function (model, x, microbatch) -> sum of the losses and count, fp32 scalars.
+      exchange: collective that sends a value to the neighboring stage, "permute" or "all_gather".
     """
 
     bind: Callable[[Any], Any]
@@ -75,9 +74,10 @@ def run_pipeline(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulat
     """Returns (loss sum and count, gradients) of a batch, with layers split over `pipe`.
 
     Args:
-      params: of this stage; every key but `layers` belongs to embed and loss.
+      staged: the loss in parts.
+      params: parameters of this stage. Every key but `layers` belongs to embed and loss.
       batch: the rows of this device, the same in every stage.
-      sums: number m of microbatches, and how their gradients are summed; `reduce` has to be None, since the gradients
+      sums: number m of microbatches, and the summation of their gradients. `reduce` must be None, since the gradients
         of several microbatches are computed at a time.
     """
     assert sums.reduce is None
@@ -96,9 +96,9 @@ def run_pipeline(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulat
 
 
 def start_ticks(staged: StagedLoss, params: Any, rows: Any, *, dtype: Any) -> dict[str, Any]:
-    """Returns what a device keeps between programs of a tick each, zeros: the carry of the loops, and a window.
+    """Returns the zeros of the carry of the loops and of a window, which a device keeps between programs of one tick.
 
-    `rows` are those of a microbatch on this device, and gradients are summed in `dtype`.
+    `rows` are the rows of a microbatch on this device, and gradients are summed in `dtype`.
     """
     fields = jax.tree.map(lambda field: field[None], rows)
     stage = _Stage(staged, params, fields, num_microbatches=1, rounding=NEAREST)
@@ -117,15 +117,17 @@ def run_tick(
     num_microbatches: jax.Array,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Returns what `start_ticks` began, after one tick: the same as in the loops of `run_pipeline`.
+    """Returns the values that `start_ticks` began after one more tick, the same as in the loops of `run_pipeline`.
 
     Args:
-      kept: from the tick before.
-      of_device: (parameters, rows of the microbatch that goes forward through the first stage: that of the same number
-        as the tick, and in the last ticks the last one again).
+      staged: the loss in parts.
+      kept: values from the tick before.
+      of_device: (parameters, rows of the microbatch that goes forward through the first stage). It has the same number
+        as the tick. The last ticks get the last microbatch again.
       phase: one of PHASES.
-      tick, num_microbatches: int32 scalars.
-      rounding: of sums of gradients.
+      tick: int32 scalar, number of the tick.
+      num_microbatches: int32 scalar.
+      rounding: rounding of sums of gradients.
     """
     params, rows = of_device
 
@@ -144,7 +146,7 @@ def run_tick(
 
 
 def pipelined_loss(staged: StagedLoss, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
-    """Returns loss sum and count alone: m + p - 1 ticks forward."""
+    """Returns only loss sum and count, by m + p - 1 ticks forward."""
     fields = microbatches(batch, num_microbatches)
     stage = _Stage(staged, params, fields, num_microbatches=num_microbatches, rounding=NEAREST)
 
@@ -179,15 +181,15 @@ class _Stage:
         self._structure, self._is_kept, self._of_layers, self._groups = None, None, None, []
 
     def model(self, *, layers: Any = None, rest: Any = None) -> Any:
-        """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
+        """Returns the model bound to this stage's parameters, or to the values that are differentiated in their place.
 
-        Each derivative binds for itself: embedding, stage and loss of a microbatch are differentiated in other ticks.
+        Each derivative binds for itself, because embedding, stage and loss are differentiated in different ticks.
         """
         rest = self.rest if rest is None else rest
         return self.staged.bind(rest | {"layers": self.layers if layers is None else layers})
 
     def microbatch(self, index: jax.Array) -> Any:
-        """Returns a microbatch; the nearest one where the index is outside their range."""
+        """Returns a microbatch, or the nearest one if the index is outside their range."""
         size = len(jax.tree.leaves(self.fields)[0])
         if self.first is None:
             index = jnp.clip(index, 0, size - 1)
@@ -196,7 +198,7 @@ class _Stage:
         return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, keepdims=False), self.fields)
 
     def first_carry(self, dtype: Any) -> dict[str, Any]:
-        """Returns what the first tick takes, all 0; gradients are summed in `dtype`."""
+        """Returns the carry of the first tick, all 0. Gradients are summed in `dtype`."""
         x, residuals = self.abstract_forward()
         nothing = jnp.zeros(x.shape, x.dtype)
         return {
@@ -239,7 +241,7 @@ class _Stage:
         return self._stage(self.layers, x, self.microbatch(index))
 
     def loss(self, tick: jax.Array, y: jax.Array) -> tuple[tuple, Any, jax.Array]:
-        """Returns (loss sum, count), the gradients of all but the layers, and that of the last stage's output."""
+        """Returns (loss sum, count), the gradients of all but the layers, and of the last stage's output."""
         microbatch = self.microbatch(tick - (self.num_stages - 1))
 
         def loss(rest, y):
@@ -267,8 +269,8 @@ class _Stage:
     def store_residuals(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.
 
-        Ticks without a microbatch write too: before the first one into slots that are written again before they are
-        read, after the last one into slots that have been read.
+        Ticks without a microbatch write too. Before the first microbatch they write slots that are written again before
+        they are read. After the last one they write slots that have been read.
         """
         slot = remainder(tick - self.stage, 2 * self.num_stages - 1)
         update = jax.lax.dynamic_update_index_in_dim
@@ -279,11 +281,11 @@ class _Stage:
         return jax.lax.psum(jnp.where(self.is_last, y, 0), "pipe")
 
     def to_next(self, y: jax.Array) -> jax.Array:
-        """Returns the value of the stage before; in the first stage that of the last."""
+        """Returns the value of the stage before, or of the last stage in the first."""
         return self._shift(y, 1)
 
     def to_previous(self, dx: jax.Array) -> jax.Array:
-        """Returns the value of the stage behind; in the last stage that of the first."""
+        """Returns the value of the stage behind, or of the first stage in the last."""
         return self._shift(dx, -1)
 
     def _shift(self, x: jax.Array, shift: int) -> jax.Array:

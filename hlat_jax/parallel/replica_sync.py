@@ -1,7 +1,6 @@
 """Gradient reduction and parameter all-gather across replicas.
 
-It depends on no model: a parameter is described by its logical axes. The collectives of a forward pass are in
-`collectives`.
+It depends on no model, since logical axes describe a parameter. `collectives` has the collectives of a forward pass.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ class ReplicaSync:
     """Shardings and collectives of the parameters, gradients and batches of a program over a mesh.
 
     Attributes:
+      layout: the mesh and its rules.
       axes: the logical axes of every parameter, with a tuple of names for each array.
-      gathers: the loss function takes unsharded parameters, so that those split over `fsdp` are gathered before it. A
-        model that calls `ParallelContext.gather_weight` does so itself, a layer at a time.
+      gathers: whether to gather parameters that are split over `fsdp` before the loss function, which takes them
+        unsharded. A model that calls `ParallelContext.gather_weight` does so itself, a layer at a time.
     """
 
     layout: Layout
@@ -45,9 +45,9 @@ class ReplicaSync:
         Args:
           local: the same for the rows and the parameters of one device, (params, batch, rounding, *, reduce,
             **replicated). Its sums, a pytree, and its gradients are partial sums over the devices that hold the same
-            parameters. They are reduced here, once, unless `layout.reduce_gradients` asks for more: `reduce`, where it
-            is not None, reduces the gradients of a microbatch.
-          dtype: in which gradients are summed. The result is sharded like the optimizer's state.
+            parameters. They are reduced here, once. If `reduce` is not None, `local` calls it to reduce the gradients
+            of each microbatch, see `layout.reduce_gradients`.
+          dtype: dtype of the sums of gradients. The result is sharded like the optimizer's state.
         """
 
         def value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
@@ -60,9 +60,9 @@ class ReplicaSync:
         return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
 
     def start_sums(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (params, microbatch) -> what each device keeps between the programs of a step, [devices, ...].
+        """Returns (params, microbatch) -> values that each device keeps between programs of a step, [devices, ...].
 
-        `local` is the same for one device, (params, rows, *, reduce) -> what it keeps; `reduce` and `dtype` are as for
+        `local` is the same for one device, (params, rows, *, reduce) -> its values. `reduce` and `dtype` are as for
         `value_and_grad`.
         """
 
@@ -72,7 +72,7 @@ class ReplicaSync:
         return self._shard_map(start, (self._params, self.layout.batch_spec), self.per_device.spec)
 
     def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (what `start_sums` returned, (params, microbatch), rounding, **replicated) -> the same after it.
+        """Returns (kept, (params, microbatch), rounding, **replicated) -> kept, for values that `start_sums` began.
 
         `local` is the same for one device, (kept, (params, rows), rounding, *, reduce, **replicated) -> kept.
         """
@@ -86,7 +86,7 @@ class ReplicaSync:
         return lambda kept, of_device, rounding, **replicated: run(kept, of_device, (rounding, replicated))
 
     def reduced_sums(self, totals: Any, grads: Any, *, dtype: Any) -> tuple[Any, Any]:
-        """Returns (sums, gradients) over all devices from those that each keeps, as `value_and_grad` returns them."""
+        """Returns (sums, gradients) over all devices from the sums that each keeps, as in `value_and_grad`."""
 
         def reduce(kept: tuple) -> tuple[Any, Any]:
             sums, grads = _own(kept)
@@ -96,13 +96,13 @@ class ReplicaSync:
 
     @property
     def per_device(self) -> NamedSharding:
-        """The sharding of what each device keeps for itself, [devices, ...]."""
+        """The sharding of values that each device keeps for itself, [devices, ...]."""
         return NamedSharding(self.layout.mesh, P(self.layout.mesh.axis_names))
 
     def mean_shares(self, tree: Any) -> Any:
-        """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
+        """Returns this device's share of the mean over the devices with other rows, for `value_and_grad`'s sums.
 
-        The mean of floats; of integers, which should not depend on the rows, the values of the first device.
+        Floats are averaged. Integers should not depend on the rows, so they are the values of the first device.
         """
         axes = self.layout.wide(TOKENS)
 
@@ -114,7 +114,7 @@ class ReplicaSync:
         return jax.tree.map(share, tree)
 
     def with_gathered_params(self, loss_fn: Callable) -> Callable:
-        """Returns a loss function of this device's shards of the parameters, if `gathers`; else the same.
+        """Returns a loss function of this device's shards of the parameters if `gathers`, or else `loss_fn`.
 
         The backward pass gathers again, and keeps no gathered parameter.
         """
@@ -132,7 +132,7 @@ class ReplicaSync:
         return jax.checkpoint(loss, policy=lambda primitive, *_, **__: primitive.name not in _RECOMPUTED)
 
     def loss(self, local: Callable) -> Callable:
-        """Returns (params, batch, *more) -> sums over all devices, from those of one; `more` is replicated."""
+        """Returns (params, batch, *more) -> sums over all devices of the results of `local`. `more` is replicated."""
 
         def reduce_loss(params: Any, batch: Any, more: tuple) -> Any:
             return self._psum_over_rows(local(params, batch, *more))
@@ -141,15 +141,16 @@ class ReplicaSync:
         return lambda params, batch, *more: run(params, batch, more)
 
     def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Returns (params, *args) -> `local` of each device's shards, with these specs of `args` and the result."""
+        """Returns (params, *args) -> `local` of each device's shards, with these specs for `args` and the result."""
         return self._shard_map(local, (self._params, *in_specs), out_specs)
 
     def state_shardings(self, state: Any) -> Any:
         """Returns the sharding of every leaf of a program's state.
 
         Args:
-          state: {"step", "params", "opt_state"[, "model_state"]}, arrays or their shapes. A leaf of the optimizer's
-            state whose path ends in that of a parameter of its shape is sharded like it; all others are replicated.
+          state: state {"step", "params", "opt_state"[, "model_state"]} of arrays or shapes. A leaf of the optimizer's
+            state is sharded like a parameter of its shape if its path ends in the parameter's path. Others are
+            replicated.
         """
         replicated, leaves = self.layout.replicated_sharding(), jax.tree_util.tree_leaves_with_path(state["params"])
         mirrors = jax.tree.leaves(self._map(self.layout.state_sharding))
@@ -164,11 +165,11 @@ class ReplicaSync:
         return others | {"params": self._map(self.layout.param_sharding), "opt_state": opt_state}
 
     def shard_like_state(self, params: Any) -> Any:
-        """Returns parameters sharded like the optimizer's state: with ZeRO-1, a part on every replica."""
+        """Returns parameters sharded like the optimizer's state, with ZeRO-1 a part on every replica."""
         return jax.lax.with_sharding_constraint(params, self._map(self.layout.state_sharding))
 
     def all_gather_params(self, params: Any) -> Any:
-        """Returns parameters as the forward pass reads them, from `shard_like_state`: the all-gather of ZeRO-1."""
+        """Returns parameters as the forward pass reads them, by the all-gather of ZeRO-1 after `shard_like_state`."""
 
         def gather(parts: Any) -> Any:
             return self._all_gather(parts, self.layout.state_split)
@@ -176,10 +177,10 @@ class ReplicaSync:
         return self._shard_map(gather, (self._state,), self._params)(params)
 
     def global_sum(self, of_leaf: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
-        """Returns the fp32 sum of `of_leaf` over the leaves and devices: one all-reduce of a scalar.
+        """Returns the fp32 sum of `of_leaf` over the leaves and devices, by one all-reduce of a scalar.
 
         Args:
-          of_leaf: a sum over the elements of an array.
+          of_leaf: function from an array to a sum over its elements.
           tree: arrays sharded like the optimizer's state.
         """
         rules = self.layout.state_rules

@@ -1,4 +1,4 @@
-"""The rows of a batch that each process has: on devices, in microbatches, and values of them gathered."""
+"""Places the rows of a batch that each process has on devices, in microbatches too, and gathers values of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hlat_jax.parallel.sharding import CONTEXT, Layout
 def shard_batch(batch: Batch, layout: Layout) -> Batch:
     """Returns the global batch on devices, from this process's rows (NumPy, [B / num_processes, T]).
 
-    Where the sequence is split, the tokens of a row are in the order of `zigzag`.
+    If the sequence is split, the tokens of a row are in the order of `zigzag`.
     """
     sharding, degree = NamedSharding(layout.mesh, layout.batch_spec), layout.size(CONTEXT)
 
@@ -32,16 +32,16 @@ def shard_batch(batch: Batch, layout: Layout) -> Batch:
 
 
 def zigzag(seq_len: int, degree: int) -> np.ndarray:
-    """Returns the places int64[T] of a row's tokens in the order of the devices: device i has chunks i and 2C - 1 - i.
+    """Returns the positions int64[T] of a row's tokens in the order of C = `degree` devices.
 
-    Of 2C chunks of a row, so that under a causal mask all C devices have the same work.
+    A row has 2C chunks, and device i has chunks i and 2C - 1 - i. Under a causal mask all devices have the same work.
     """
     chunks = np.arange(seq_len).reshape(2 * degree, -1)
     return chunks[[chunk for i in range(degree) for chunk in (i, 2 * degree - 1 - i)]].reshape(-1)
 
 
 def microbatches(batch: Any, num_microbatches: int) -> Any:
-    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
+    """Returns fields [B, ...] as [M, B / M, ...], in which part m has rows m, m + M, m + 2M, ...
 
     Raises:
       ValueError: M does not divide the number of rows, or a field is a scalar.
@@ -50,7 +50,7 @@ def microbatches(batch: Any, num_microbatches: int) -> Any:
         if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:
             raise ValueError(
                 f"the batch's {jax.tree_util.keystr(path) or 'array'} of shape {field.shape} (on one device) does not "
-                f"divide into num_microbatches={num_microbatches}; make the leading axis of every field a multiple."
+                f"divide into num_microbatches={num_microbatches}. Make the leading axis of every field a multiple."
             )
     return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
 
@@ -58,7 +58,7 @@ def microbatches(batch: Any, num_microbatches: int) -> Any:
 def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -> Iterator[Batch]:
     """Yields global microbatches on devices, from this process's rows as for `shard_batch`.
 
-    Their rows are those of `microbatches` on each device.
+    On each device they have the same rows as in `microbatches`.
     """
     num_parts = _num_parts(layout)
 
@@ -77,9 +77,9 @@ def process_rows(layout: Layout, num_rows: int) -> list[int]:
 
 
 def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:
-    """Returns int64[num_rows, n] of all processes from the int64[len(rows), n] of each, whose rows are `rows`.
+    """Returns the values int64[num_rows, n] of all processes, each from int64[len(rows), n] for its `rows`.
 
-    Every process calls it at the same point. The values are exchanged between hosts; no device takes part.
+    Every process must call it at the same point. The values are exchanged between hosts, without a device.
     """
     if jax.process_count() == 1:
         return values

@@ -53,15 +53,15 @@ class Layout:
     """A mesh with its rule tables.
 
     Attributes:
-      mesh: axes pipe, data, fsdp, context where it is split, tensor_rep, tensor_kv; of devices, or abstract.
+      mesh: mesh of devices, or abstract, with axes pipe, data, fsdp, context if it is split, tensor_rep, tensor_kv.
       param_rules: logical axis -> mesh axes, for the parameters that the forward pass reads.
       state_rules: logical axis -> mesh axes, for optimizer state and master weights.
-      partial_gradients: logical axis -> mesh axes, beside ROWS and CONTEXT, over which gradients are partial sums.
-      sequence_parallel: activations between blocks are split over `tensor` along the sequence.
-      reduce_gradients: when gradients are summed over replicas: "step" or "microbatch".
-      pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
-      bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one
-        array each.
+      partial_gradients: logical axis -> mesh axes over which gradients are partial sums, on top of ROWS and CONTEXT.
+      sequence_parallel: whether activations between blocks are split over `tensor` along the sequence.
+      reduce_gradients: time of the sum of gradients over replicas, "step" or "microbatch".
+      pipe_exchange: collective by which pipeline stages exchange values, "permute" or "all_gather".
+      bucket_bytes: bytes on a device up to which gradients or parameters share a collective. 0 gives each array its own
+        collective.
     """
 
     mesh: Any
@@ -75,12 +75,12 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """The platform of the devices, such as `cpu`; for an abstract mesh that of the default backend."""
+        """The platform of the devices, such as `cpu`, or of the default backend for an abstract mesh."""
         return jax.default_backend() if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].platform
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees of MESH_AXES, as `config.parallel` has them."""
+        """The degrees of MESH_AXES, as in `config.parallel`."""
         return {axis: self.size(TENSOR if axis == "tensor" else (axis,)) for axis in MESH_AXES}
 
     @property
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """The logical axes that fsdp splits: every matrix has one of them."""
+        """The logical axes that fsdp splits. Every matrix has one of them."""
         return tuple(axis for axis, mesh_axes in self.param_rules.items() if "fsdp" in mesh_axes)
 
     def size(self, axes: Sequence[str]) -> int:
@@ -98,11 +98,11 @@ class Layout:
         return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the mesh axes that are larger than 1."""
+        """Returns the mesh axes that are larger than 1."""
         return tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1)
 
     def vocab_rows(self, vocab_size: int) -> int:
-        """Returns the rows of the embedding table and the head: those of the tokens, padded to whole parts."""
+        """Returns the number of rows of the embedding table and the head, padded for equal parts."""
         parts = self.size(self.param_rules["vocab"])
         return -(-vocab_size // parts) * parts
 
@@ -115,9 +115,9 @@ class Layout:
         return 0, ()
 
     def reduction(self, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], int]:
-        """Returns the reduction of a gradient with these logical axes: ((mesh axes, mesh axes), dim).
+        """Returns the reduction ((mesh axes, mesh axes), dim) of a gradient with these logical axes.
 
-        It is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
+        The gradient is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
         """
         dim, scattered = self.state_split(axes)
         done = {*scattered, *(mesh_axis for axis in axes for mesh_axis in self.param_rules[axis])}
@@ -142,7 +142,7 @@ class Layout:
 
     @property
     def batch_spec(self) -> P:
-        """The partition spec of batch fields, [B, ...]; [B, T] where the sequence is split."""
+        """The partition spec of batch fields, [B, ...], or [B, T] if the sequence is split."""
         return P(ROWS, *self.wide(CONTEXT))
 
 
@@ -150,8 +150,9 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
     """Returns the layout of a config's degrees over `devices`, outermost axis first.
 
     Args:
+      parallel: the degrees.
       devices: all devices, the nearest next to each other.
-      num_kv_heads: the KV heads of the model, which a larger `parallel.tensor` replicates; the default is
+      num_kv_heads: the KV heads of the model, which a larger `parallel.tensor` replicates. The default is
         `parallel.tensor`.
 
     Raises:
@@ -206,13 +207,13 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     if math.prod(degrees) != num_devices:
         named = ", ".join(f"parallel.{axis}={d}" for axis, d in zip(MESH_AXES, wanted, strict=True))
         many = f"{'a multiple of ' if -1 in wanted else ''}{count_text(fixed, 'device')}"
-        raise ValueError(f"{named} need {many}, not {num_devices}; use {many}, or change a degree.")
+        raise ValueError(f"{named} need {many}, not {num_devices}. Use {many}, or change a degree.")
     return degrees
 
 
 def spec(axes: Sequence[str], rules: Mapping[str, str | tuple[str, ...] | None]) -> P:
-    """Returns the partition spec of an array with these logical axes; raises ValueError if one has no rule."""
+    """Returns the partition spec of an array with these logical axes. Raises ValueError if an axis has no rule."""
     unknown = [axis for axis in axes if axis not in rules]
     if unknown:
-        raise ValueError(f"logical axes {unknown} have no rule; known: {', '.join(rules)}.")
+        raise ValueError(f"logical axes {unknown} have no rule. Use {', '.join(rules)}.")
     return P(*(rules[axis] or None for axis in axes))

@@ -1,7 +1,7 @@
-"""Virtual devices of any platform, to trace and lower for; nothing is compiled, 8,192 devices take a second.
+"""Virtual devices of any platform, to trace and lower for. Nothing is compiled, and 8,192 devices take a second.
 
-JAX does not document what it reads of a device. These classes are not in `host.jax_compat` all the same: they use no
-part of JAX, and the tests of the planner fail on a version of JAX that reads more.
+JAX does not document the attributes that it reads of a device. These classes use no part of JAX, so they are not in
+`host.jax_compat`. The tests of the planner fail on a version of JAX that reads more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hlat_jax.resolve import resolve
 
 @dataclasses.dataclass(frozen=True)
 class PlannedClient:
-    """The part of a backend client that lowering needs; JAX 0.9 needs more of it than 0.10."""
+    """The part of a backend client that lowering needs. JAX 0.9 needs more of it than 0.10."""
 
     platform: str
     num_devices: int
@@ -48,12 +48,12 @@ class PlannedDevice:
 def planned_layout(
     config: Config, num_devices: int, *, platform: str, server: Server | None = None, chip: str = ""
 ) -> Layout:
-    """Returns `degrees.layout_over` virtual devices of a platform, which chooses implementations.
+    """Returns `degrees.layout_over` for virtual devices of a platform, which chooses implementations.
 
     Args:
-      platform: JAX's name.
-      server: the Neuron servers that the devices stand for; without it no groups are checked.
-      chip: its name, an instance type or a target; "" refuses no implementation.
+      platform: JAX's name of the platform.
+      server: the Neuron servers that the devices stand for. Without it no groups are checked.
+      chip: name of the chip, an instance type or a target. "" refuses no implementation.
     """
     return layout_over(config, PlannedClient(platform, num_devices, chip).devices(), server=server)
 
@@ -68,7 +68,7 @@ def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tup
     inner = num_devices // degrees["data"]
     if inner > 2048:
         raise ValueError(
-            f"this layout takes {inner:,} devices for one replica; virtual CPU devices are limited to 2,048."
+            f"this layout takes {inner:,} devices for one replica, but virtual CPU devices are limited to 2,048."
         )
     few = max(1, max_devices // inner)
     data = max(d for d in range(1, few + 1) if degrees["data"] % d == 0)  # a divisor, so that the config stays valid

@@ -1,8 +1,8 @@
-"""XLA compiler options that overlap collectives with computation on GPUs; none elsewhere.
+"""XLA compiler options that overlap collectives with computation on GPUs.
 
-Source: "GPU performance tips" of JAX and "Tips for High-Performance LLMs with JAX and XLA" of NVIDIA's JAX toolbox; of
-theirs, those for pipelined collectives are gone from the XLA of JAX 0.11. Not yet run on several GPUs; tests check that
-XLA accepts each name.
+Source: "GPU performance tips" of JAX and "Tips for High-Performance LLMs with JAX and XLA" of NVIDIA's JAX toolbox. The
+XLA of JAX 0.11 has no options for pipelined collectives any more. These are not yet run on several GPUs. Tests check
+that XLA accepts each name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _COMBINED = (
 
 
 def compiler_options(layout: Layout, *, platform: str = "") -> dict[str, bool | int]:
-    """Returns the options for `lowered.compile(compiler_options=...)`; empty on one device, or without GPUs.
+    """Returns the options for `lowered.compile(compiler_options=...)`, or none on one device or without GPUs.
 
     Args:
-      layout: of the run. A `bucket_bytes` above 0 is also XLA's threshold for combining collectives.
-      platform: JAX's name of the platform; default: that of the layout's devices.
+      layout: layout of the run. A `bucket_bytes` above 0 is also XLA's threshold for combining collectives.
+      platform: JAX's name of the platform, by default the platform of the layout's devices.
     """
     if layout.mesh.size == 1 or (platform or layout.platform) not in ("gpu", "cuda", "rocm"):
         return {}

@@ -1,9 +1,9 @@
-"""ZeRO for parameters of any shape and nesting: which dim of each is sharded over the devices, at which stage.
+"""ZeRO for parameters of any shape and nesting, which shards one dim of each array over the devices.
 
     step = train_step(loss, optax.adam(1e-3), options=StepOptions(policy, zero=3), params=params)
 
-The loss function takes unsharded parameters and the rows of one device. Our own model has logical axes and finer
-shardings, and does not use this.
+The loss function takes unsharded parameters and the rows of one device. The decoder of `hlat_jax.model` has logical
+axes and finer shardings, and does not use this.
 Source of the stages: Rajbhandari et al., arXiv 1910.02054.
 """
 
@@ -28,14 +28,14 @@ _SHARDED, _REPLICATED = "sharded", "replicated"
 def make_replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket_bytes: int = 0) -> ReplicaSync:
     """Returns the shardings and collectives of a program with these parameters, the rows of a batch split over devices.
 
-    An array is sharded in its first dim that the number of devices divides; one without such a dim is replicated.
+    An array is sharded in its first dim that the number of devices divides, and otherwise replicated.
 
     Args:
       params: arrays or their shapes.
-      devices: all of them, the nearest next to each other.
-      stage: what is sharded. In stage 0 nothing; in 1 optimizer state and master weights; in 2 gradients too, while
-        those of microbatches are summed; in 3 parameters too, gathered for the loss and again for its backward pass.
-      bucket_bytes: capacity of the buckets of arrays that share a collective, on a device; 0: one array each.
+      devices: all devices, the nearest next to each other.
+      stage: the ZeRO stage. Stage 0 shards nothing, and 1 optimizer state and master weights. Stage 2 also shards the
+        sums of gradients over microbatches. Stage 3 also shards parameters, and gathers them for each pass.
+      bucket_bytes: bytes on a device up to which arrays share a collective. 0 gives each array its own collective.
 
     Raises:
       ValueError: another stage, no devices, negative bytes, or parameters that are not floating-point arrays or
@@ -44,7 +44,7 @@ def make_replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket
     check_stage(stage, devices, bucket_bytes=bucket_bytes)
     check_params(params)
     if any(map(_is_empty, jax.tree.leaves(params, is_leaf=_is_empty))):
-        raise ValueError("params has an empty tuple, which here means the axes of a scalar; leave it out or use None.")
+        raise ValueError("params has an empty tuple, which here means the axes of a scalar. Leave it out or use None.")
     degree, mesh_axis = len(devices), "fsdp" if stage == 3 else "data"
     layout = make_layout(ParallelConfig(**({"data": 1, "fsdp": -1} if stage == 3 else {})), devices)
     sharded, replicated = {_SHARDED: (mesh_axis,), _REPLICATED: ()}, {_SHARDED: (), _REPLICATED: ()}
@@ -60,37 +60,37 @@ def make_replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket
 
 
 def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
-    """Raises ValueError for arguments that `replica_sync` does not accept; `devices` may be None here."""
+    """Raises ValueError for arguments that `make_replica_sync` does not accept. `devices` may be None here."""
     if not _is_int(stage) or stage not in STAGES:
         raise ValueError(f"zero stage {stage!r} is not one of {', '.join(map(str, STAGES))}.")
     if devices is not None and not (
         isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices)
     ):
         raise ValueError(
-            f"devices={devices!r} must be a list of one or more devices: give jax.devices() or some of them."
+            f"devices={devices!r} must be a list of one or more devices. Give jax.devices() or some of them."
         )
     if not _is_int(bucket_bytes) or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r} must be 0 (one collective an array) or more.")
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point.
+    """Raises ValueError for a leaf that cannot be trained, which is no array or shape, or not floating-point.
 
-    Also for a module of Flax NNX, of which tied weights and the updates of batch statistics would be lost.
+    It refuses a module of Flax NNX too, because tied weights and the updates of batch statistics would be lost.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_untrained):
         name = f"params{jax.tree_util.keystr(path)}"
         if _is_untrained(leaf):
             raise ValueError(
-                f"{name} is a {type(leaf).__name__} of Flax NNX: give only what is trained, graph, params, rest = "
-                "nnx.split(model, nnx.Param, ...), and let the loss function begin with model = nnx.merge(graph, "
-                "params, rest, copy=True). docs/passes.md has batch statistics and dropout."
+                f"{name} is a {type(leaf).__name__} of Flax NNX, but params must be arrays. Split the model, and begin "
+                "the loss function with nnx.merge(graph, params, rest, copy=True), see docs/passes.md:\n"
+                "  graph, params, rest = nnx.split(model, nnx.Param, ...)"
             )
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
+            raise ValueError(f"{name} is a {type(leaf).__name__}. Give an array, or a jax.ShapeDtypeStruct.")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"{name} is {leaf.dtype}: only floating-point arrays have gradients. Take it out, and bind it to "
+                f"{name} is {leaf.dtype}, but only floating-point arrays have gradients. Take it out, and bind it to "
                 "the loss function with functools.partial."
             )
 

@@ -101,14 +101,9 @@ def own_backward(
 def _halves(
     retrace: Retrace, eqn: core.JaxprEqn, given_kinds: list[Kind], kinds: list[Kind], places: tuple[int, ...]
 ) -> tuple[Callable, Callable, Callable]:
-    """Returns the cast forward half, backward half and derivative of a function.
+    """Returns the cast forward half, backward half and derivative of a called function.
 
-    Args:
-      retrace: see `Retrace`.
-      eqn: the call of the function.
-      given_kinds: kinds of its operands.
-      kinds: kinds of its results.
-      places: the operands that are differentiated.
+    `given_kinds` and `kinds` are the kinds of operands and results, and `places` the differentiated operands.
     """
     in_avals, out_avals = [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
     kept: list[Any] = []

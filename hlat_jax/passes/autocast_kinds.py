@@ -104,10 +104,7 @@ mlir.register_lowering(_saturated_p, mlir.lower_fun(_saturated, multiple_results
 
 
 def mix(kinds: Iterable[Kind]) -> Kind:
-    """Returns the kind of fp32 arithmetic on values of several kinds.
-
-    It is the highest kind. INTEGER with other fp32 data counts as KEPT.
-    """
+    """Returns the highest kind, for fp32 arithmetic on several. INTEGER with other fp32 data counts as KEPT."""
     kinds = set(kinds)
     if Kind.INTEGER in kinds and kinds - {Kind.FIXED, Kind.FREE, Kind.INTEGER}:
         kinds = {Kind.KEPT, *(kinds - {Kind.INTEGER})}

@@ -87,7 +87,7 @@ POLICIES = {"bf16": CastPolicy(jnp.bfloat16), "fp16": CastPolicy(jnp.float16)}
 
 
 def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable[_Args, _Result]:
-    """Returns a function with the same arguments, results and dtypes of results, but narrow fp32 matrix products.
+    """Returns a function with the same arguments, results and dtypes that runs fp32 matrix products in a narrow dtype.
 
     Values declared in other dtypes than fp32 are unchanged. Each call traces `fn` again, so wrap the result, or its
     caller, in `jax.jit`.

@@ -277,15 +277,7 @@ def _within_budget(
     memory_budget: int | str,
     options: RematOptions,
 ) -> TrainingProgram:
-    """Returns the program whose temporaries fit a budget.
-
-    Args:
-      stages: the stages before the choice.
-      after: the passes after it.
-      arguments: the arguments of the step.
-      memory_budget: the limit.
-      options: options of the choice.
-    """
+    """Returns the program of the stages, a choice by a memory budget, and the passes `after` the choice."""
     before = stages[-1].step
     plan = remat_pass.fit(
         before.loss,

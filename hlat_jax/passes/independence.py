@@ -133,14 +133,10 @@ class Start(NamedTuple):
 def bind_part(
     eqn: core.JaxprEqn, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Start | None = None
 ) -> list[Any]:
-    """Returns the results of an equation for operands with linked dimensions cut.
+    """Returns the results of an equation, with these `shapes`, for operands with linked dimensions cut.
 
-    Args:
-      eqn: the equation.
-      operands: values of the operands, cut.
-      shapes: shapes of the cut results.
-      start: start of the part, for an iota or a gather of single indices. Such a gather returns 0 for the indices of
-        other parts, so the sum over all parts is the whole result.
+    An iota and a gather of single indices need the `start` of the part. Such a gather returns 0 for the indices of
+    other parts, so the sum over all parts is the whole result.
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
     if is_elementwise_call(eqn):

@@ -208,7 +208,7 @@ class Compound:
         Args:
           operands: values of the operands.
           replacement: function from a body to a closed jaxpr, or to a function from the inputs of the body to the list
-            of its results. It may not read values of the surrounding trace, unlike `bind_numbered`.
+            of its results. This function may not read values of the surrounding trace, see `bind_numbered`.
         """
         changed: dict[str, Any] = {}
         consts: list[Any] = []
@@ -231,8 +231,8 @@ class Compound:
 
         Args:
           operands: values of the operands.
-          run: function (body or condition, number, inputs) -> results. It is the number of the branch, of the row that
-            a trip of a `scan` reads, or of the trip of a `while`.
+          run: function (body or condition, number, inputs) -> results. The number counts branches, the rows that trips
+            of a `scan` read, or trips of a `while`.
         """
         if self.has_branches:
             return jax.lax.switch(operands[0], [_branch(run, body) for body in self.bodies], *operands[1:])
@@ -324,13 +324,9 @@ COMPOUND = frozenset(_READ)  # the names of the primitives with bodies
 def bind_shard_map(
     eqn: core.JaxprEqn, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
 ) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device.
+    """Returns the results of a `shard_map` equation with another function `local` on each device.
 
-    Args:
-      eqn: the equation.
-      local: function of one device, from the parts of `args` and all of `replicated` to its results.
-      args: operands of the equation.
-      replicated: more operands, which each device reads as a whole.
+    `local` gets the device's parts of the operands `args`, and each of `replicated` as a whole.
     """
     params = eqn.params
     mapped = jax.shard_map(

@@ -116,10 +116,7 @@ def equations(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[core.Jaxpr
 
 
 def inner_trips(eqn: core.JaxprEqn) -> int:
-    """Returns how often an equation runs the jaxprs inside it.
-
-    This is the length of a scan, the number of programs in the grid of a kernel, and otherwise 1.
-    """
+    """Returns how often an equation runs the jaxprs inside it, by the length of a scan or the grid of a kernel."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "pallas_call":
@@ -247,7 +244,7 @@ def _holds_tracer(rules: list[Any]) -> bool:
 
 
 def warn_of_rule_with_tracer(fn: Any, jaxpr: core.Jaxpr) -> tuple[str, str] | None:
-    """Returns the `rule_with_tracer` of a function, and warns if there is one that passes leave the function as is."""
+    """Returns the `rule_with_tracer` of a function. If there is one, warns that passes leave the function as it is."""
     rule = rule_with_tracer(jaxpr)
     if rule is not None:
         text = f"passes leave {function_name(fn)} as it is, because of {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."

@@ -291,12 +291,9 @@ def _softmax(graph: EquationGraph, probs: Placed) -> tuple[Placed, list[Axis]]:
 
 
 def _read_scores(graph: EquationGraph, one: Placed, failed: set[Any]) -> _Scores | None:
-    """Returns the steps from a product to an array; None if the array does not come from a product.
+    """Returns the steps from a product to an array, or None if the array does not come from a product.
 
-    Args:
-      graph: the graph.
-      one: the array.
-      failed: variables that do not come from a product; gets more.
+    `failed` has variables that do not come from a product, and gets more.
 
     Raises:
       _Refused: it comes from a product through another equation.
@@ -421,15 +418,9 @@ class _Axes:
 
     @classmethod
     def of(cls, graph: EquationGraph, last: Any, *, side: int, probs: Placed, scores: _Scores, S: list[Axis]) -> _Axes:
-        """Returns the axes of a product of probabilities and values.
+        """Returns the axes of the product `last` of probabilities and values.
 
-        Args:
-          graph: the graph.
-          last: the product.
-          side: the operand that has the probabilities.
-          probs: this operand.
-          scores: the steps to the softmax.
-          S: axes that the softmax is over.
+        The probabilities `probs` are its operand number `side`, a softmax of `scores` over the axes S.
         """
         first, in_scores = graph.producer(scores.product[0]), scores.product[1]
         for eqn in (first, last):

@@ -89,17 +89,13 @@ class _Op(Op):
 
 
 class _Block(Dataflow[_Op]):
-    """A program or the body of a loop, and the bytes of each of its values on one device.
+    """A program or the body of a loop, with the share of each value on one device, `shares`, and its bytes, `sizes`.
 
     Args:
-      jaxpr: open.
+      jaxpr: open jaxpr.
       shares: for each input, the share of it on one device.
-      is_local: whether shapes are those of one device, as inside `shard_map`.
+      is_local: whether shapes are the shapes on one device, as inside `shard_map`.
       is_backward: whether the block belongs to a backward pass.
-
-    Attributes:
-      shares: value -> share of it on one device.
-      sizes: value -> bytes on one device.
     """
 
     def __init__(

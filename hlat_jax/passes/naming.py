@@ -246,14 +246,9 @@ def _parts(jaxpr: core.Jaxpr, limit: float | None) -> Iterator[Segment | core.Ja
 def _emit_regions(
     jaxpr: core.Jaxpr, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[core.Var]
 ) -> list:
-    """Returns the results of a jaxpr, its segments or else its loops checkpointed.
+    """Returns the results of an open jaxpr for its constants and inputs, with its segments or loops checkpointed.
 
-    Args:
-      jaxpr: open.
-      args: its constants and inputs.
-      namer: of the function.
-      limit: of the bytes that a segment computes; None if the regions are loops.
-      weights: inputs that are not computed.
+    `limit` is the most bytes that a segment computes, or None for loops. `weights` are inputs that are not computed.
     """
     weights = {*weights, *jaxpr.constvars}
     parts = list(_parts(jaxpr, limit))

@@ -14,10 +14,10 @@ corrections of Adam.
 Each primitive of JAX reads simulated operands, computes in fp32, and rounds its result once. A core that fuses several
 primitives into one instruction rounds less often. Moves, selections, maxima and negations do not round.
 
-Products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. XLA orders the terms, and not the tiles
-of 128 terms of a tensor engine. Adding up such tiles in turn changes 2 in 10,000 bf16 results of products of 512
-terms, by one step of bf16. It takes up to 1.7 times as long. `jax.checkpoint` draws new bits when it computes again,
-so a recomputed value may differ from the first one.
+Products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. The order of the terms is XLA's. A
+tensor engine adds up tiles of 128 terms in turn. That changes 2 in 10,000 bf16 results of products of 512 terms, by
+one step of bf16. It would take the simulator up to 1.7 times as long. `jax.checkpoint` draws new bits when it computes
+again, so a recomputed value may differ from the first one.
 
 `precision.random_bits` makes the bits from the words of the call, the number of the equation, the iterations of loops,
 and the index of the element. The same words give the same bits. Another program draws other bits, even if it

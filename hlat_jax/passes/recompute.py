@@ -1,4 +1,4 @@
-"""The recompute graph: the operations that a backward pass recomputes, their costs, and the values that avoid them.
+"""The recompute graph of a backward pass: its recomputed operations, their costs, and the saved values that avoid them.
 
 It is read from the trace of the whole differentiated program, in which every checkpoint saves nothing. JAX marks the
 recomputed equations, and `naming` has named their results. So the graph has the dtypes of autocast and the trips of

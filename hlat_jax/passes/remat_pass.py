@@ -1,6 +1,6 @@
 """Rematerialization under a memory budget: chooses the saved values by the compiler's memory analysis.
 
-    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")  # "Checkpoints around each layer."
+    plan = remat.fit(loss, params, batch, budget_bytes="12GiB")  # checkpoints around each layer
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)
 
@@ -109,18 +109,10 @@ def fit(
 
 @dataclasses.dataclass(eq=False)
 class _Form:
-    """A function whose program must fit: as it is given, or changed by passes so that it keeps fewer bytes.
+    """A function with a program that must fit, as it is given, or changed by passes so that it keeps fewer bytes.
 
-    Attributes:
-      given: the function as it is given.
-      step, args, options: as for `fit`.
-      later: passes after those that change it.
-      changing: name -> pass that changes it.
-      changed: the function after each of these.
-      fn: the function after all passes.
-      jaxprs: traces of `fn`.
-      trial: see `trials_of`.
-      measured: the bytes of each trial.
+    `changing` has the passes that change `given`, `changed` the function after each, and `fn` the function after the
+    passes in `later` too. `jaxprs` has the traces of `fn`, `trial` its programs, and `measured` their bytes.
     """
 
     given: Callable

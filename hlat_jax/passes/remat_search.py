@@ -215,17 +215,10 @@ def search_region(
     options: RematOptions,
     policies: Sequence[str] = STOCK_POLICIES,
 ) -> RematPlan:
-    """Returns the plan of a program with checkpoints around this region.
-
-    Args:
-      trials: the programs.
-      region: the region, see `RematOptions`.
-      budget_bytes: limit of the measured bytes.
-      options: options of the search.
-      policies: stock policies that are tried if keeping nothing does not fit.
+    """Returns the plan of a program with checkpoints around this region, see `RematOptions`.
 
     Raises:
-      NoChoiceFits: no choice fits, nor one of these stock policies.
+      NoChoiceFits: no choice fits, nor one of the stock `policies`, which are tried if keeping nothing does not fit.
     """
     began = time.monotonic()
 

@@ -79,10 +79,10 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """Where a selected function stands.
+    """The surroundings of a selected function.
 
     Attributes:
-      free: for each argument, whether it is held in any case; all are if it is empty.
+      free: for each argument, whether it is held in any case. All are if it is empty.
       is_body: whether the function is the body of a loop or a branch, which is compiled apart from its backward pass.
       num_invariants: number of first arguments of the body of a loop that are the same in all trips.
       trips: number of trips of that loop.
@@ -185,15 +185,9 @@ def _selected(fn: Callable, scope: _Scope) -> Callable:
 
 
 class _Forward(Dataflow):
-    """What a forward pass computes, with a choice of the values that are kept.
+    """The operations of a forward pass, with a choice of values to keep, in `kept`.
 
-    Args:
-      closed: jaxpr of the results and then of what the derivative holds.
-      num_held: number of the latter.
-      scope: where the function stands.
-
-    Attributes:
-      kept: the values that are kept.
+    The jaxpr returns the results, and then the `num_held` values that the derivative holds.
     """
 
     def __init__(self, closed: core.ClosedJaxpr, num_held: int, scope: _Scope):
@@ -241,11 +235,9 @@ class _Forward(Dataflow):
         return values_of(self.held, env)
 
     def _cheapest(self, rate: float, far: set[core.Var]) -> set[core.Var]:
-        """Returns the values that are kept: those of a minimum cut of what the derivative depends on.
+        """Returns the values to keep, a minimum cut of the values that the derivative depends on.
 
-        Args:
-          rate: bytes to keep rather than to compute a FLOP again.
-          far: values that are kept if they are needed.
+        `rate` is the bytes worth a FLOP, and values in `far` are kept if they are needed.
         """
         held = {value: None for value in variables(self.held) if value not in self.free}
         node = {value: at for at, value in enumerate(value for value in held if value not in self.producer)}

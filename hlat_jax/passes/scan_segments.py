@@ -120,12 +120,7 @@ def nest_scans(fn: Callable[_Args, _Result], *, share: float = 0.5) -> Nested[_A
 
 
 class _Splitter:
-    """Splits scans, and records which.
-
-    Attributes:
-      share: see `nest_scans`.
-      scans: the scans that were split.
-    """
+    """Splits scans by the `share` of `nest_scans`, and records them in `scans`."""
 
     def __init__(self, share: float):
         self.share = share

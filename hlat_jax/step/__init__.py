@@ -1,9 +1,9 @@
-"""The training step of any loss and any Optax optimizer. In Python:
+"""The training step of any loss and any Optax optimizer.
 
     step = train_step(loss, optax.adam(1e-3), options=StepOptions(num_microbatches=4))
     state, metrics = step.step(step.init(params), batch)
 
-`builder` has the order of a step: loss -> gradients -> update.
+`builder` has the order of a step, which is loss -> gradients -> update.
 """
 
 from hlat_jax.step.builder import EvalMetrics, StepFn, TrainStep, Transform, train_step

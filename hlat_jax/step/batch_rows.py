@@ -1,4 +1,4 @@
-"""The rows of a batch of any structure: their number, their random keys, and whether they divide into parts."""
+"""Counts the rows of a batch of any structure, makes their random keys, and checks that they divide into parts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 def row_keys(seed: jax.Array, step: jax.Array, num_rows: int) -> jax.Array:
     """Returns a random key for each row of a batch, from (seed, step, index of the row in the batch over all devices).
 
-    The generator is named, because a function that is mapped over keys of `rbg` draws from the first of them alone.
+    The generator is named, because a function that is mapped over keys of `rbg` only draws from the first key.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows, dtype=jnp.uint32))
 
 
 def check_divides(batch: Any, *, num_devices: int, num_microbatches: int) -> None:
-    """Raises ValueError for a batch whose rows do not divide over the devices and into the microbatches.
+    """Raises ValueError for a batch with rows that do not divide over the devices and into the microbatches.
 
-    Its fields must agree on the number of rows, where there are several parts.
+    If there are several parts, its fields must have the same number of rows.
     """
     multiple = num_devices * num_microbatches
     if multiple == 1:
@@ -35,16 +35,15 @@ def check_divides(batch: Any, *, num_devices: int, num_microbatches: int) -> Non
         (size, name), (other_size, other_name) = list(sizes.items())[:2]
         raise ValueError(
             f"the batch's {name} has {size} rows and its {other_name} has {other_size}, so it cannot be divided "
-            f"{' and '.join(split)}. Give graphs and other ragged data the same number of rows in every field: pad "
-            "each graph to one size, stack the graphs, and map the loss over them with jax.vmap. Or use one device and "
-            "no microbatches."
+            f"{' and '.join(split)}. Pad each graph to one size, stack the graphs, and map the loss over them with "
+            "jax.vmap, or use one device and no microbatches."
         )
     for name, shape in shapes.items():
         if not shape or shape[0] % multiple:
             below = shape[0] // multiple * multiple if shape else 0
             counts = f"{below} or {below + multiple}" if below else multiple
             raise ValueError(
-                f"the batch's {name} of shape {shape} does not divide {' and '.join(split)}; make the leading "
+                f"the batch's {name} of shape {shape} does not divide {' and '.join(split)}. Make the leading "
                 f"axis of every field a multiple of {multiple}, such as {counts}."
             )
 
@@ -58,9 +57,8 @@ def check_fields(batch: Any) -> None:
         if not is_number and (dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds)):
             kind = f"a {type(field).__name__}" if dtype is None else f"an array of {dtype}"
             raise ValueError(
-                f"the batch's {_name(path)} is {kind}: a step takes arrays of numbers. Make numbers of it before the "
-                "step, such as token ids, or leave it out of the batch. Bind what is the same in every step to the "
-                "loss function with functools.partial."
+                f"the batch's {_name(path)} is {kind}, but a step takes arrays of numbers. Make numbers of it before "
+                "the step, such as token ids, or bind it to the loss function with functools.partial."
             )
 
 
@@ -68,7 +66,7 @@ def num_rows(batch: Any) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
-      ValueError: its fields differ in that number.
+      ValueError: the fields of the batch differ in their number of rows.
     """
     fields = jax.tree_util.tree_leaves_with_path(batch)
     sizes = {_name(path): jnp.shape(field)[:1] for path, field in fields}

@@ -1,4 +1,4 @@
-"""From a loss function and an Optax optimizer to a training step: loss -> gradients -> update."""
+"""Builds a training step, loss -> gradients -> update, from a loss function and an Optax optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Transform = Callable[[Callable], Callable]  # a pass: loss -> loss of the same a
 def make_step(
     loss_fn: Callable, optimizer: optax.GradientTransformation, options: StepOptions, *, has_keys: bool
 ) -> Callable:
-    """Returns (state, batch, learning_rate=None) -> (state, StepMetrics): loss -> gradients -> update.
+    """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), which is loss -> gradients -> update.
 
     `loss_fn` is (params, rows, model_state) -> (loss sum, LossAux), or with stages the staged loss.
     """
@@ -76,27 +76,26 @@ def train_step(
     """Returns the training step of a loss and an optimizer. `passes.compile` builds on it and knows the passes.
 
     Args:
-      loss_fn: (params, microbatch) -> loss, see `step.loss_signature`.
+      loss_fn: function (params, microbatch) -> loss, see `step.loss_signature`.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
-        `learning_rate` (where the step is given one), `grad_norm`, `finite`, and, as for a line search, `value`, `grad`
-        and `value_fn`: the loss, those gradients, and weights -> loss of this batch, differentiable.
+        `grad_norm`, `finite`, and `learning_rate` if the step is given one. For line searches it also gets the loss
+        `value`, the gradients `grad`, and the differentiable function `value_fn`, weights -> loss of this batch.
       transforms: functions from loss to loss, such as `functools.partial(autocast, policy="bf16")`, in their order.
       transform_step: function of the whole step, gradients and update included, before it is jitted, such as the
-        simulator of `passes.neuron_simulator`; the step then has no `microbatch_step`.
-      options: precision, accumulation and devices; fp32 on one device by default.
-      params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
-        from them.
-      model_state: shapes of the model state, where the loss function takes one; needed where `params` is.
+        simulator of `passes.neuron_simulator`. The step then has no `microbatch_step`.
+      options: precision, accumulation and devices, by default fp32 on one device.
+      params: shapes of the parameters, needed with `options.zero` or `options.replica_sync` for the shardings.
+      model_state: shapes of the model state, if the loss function takes one, needed together with `params`.
       has_aux: whether the loss function returns auxiliary values, see `step.loss_signature`.
 
     Raises:
-      ValueError: no function, no transformation, parameters that are not floating-point arrays, or shapes that an
-        option needs are missing. The step, before it is compiled: the loss function returns anything else, the batch
-        does not divide, or the optimizer needs other extra arguments.
+      ValueError: no function, no transformation, parameters that are not floating-point arrays, or missing shapes that
+        an option needs. The step raises it before it is compiled, if the loss function returns anything else, the
+        batch does not divide, or the optimizer needs other extra arguments.
     """
     signature = signature_of(loss_fn, has_aux=has_aux)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
+        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation. Give one, such as optax.adam(1e-3).")
     _check_shapes(signature, options, params=params, model_state=model_state)
     options, shardings = options.for_params(params), None
     if options.replica_sync is not None:
@@ -116,23 +115,23 @@ def _check_shapes(signature: LossSignature, options: StepOptions, *, params: Any
     """Raises ValueError for shapes that are missing or cannot be trained, and for stages with more than a loss."""
     if options.accumulate is not None and not signature.is_plain:
         raise ValueError(
-            f"{', '.join(signature.given) or 'has_aux=True'} needs a single loss function, not stages; leave "
+            f"{', '.join(signature.given) or 'has_aux=True'} needs a single loss function, not stages. Leave "
             "options.accumulate out."
         )
     if params is not None:
         check_params(params)
     elif options.zero is not None or options.replica_sync is not None:
-        raise ValueError("options.zero and .replica_sync shard the parameters: give their shapes as params=...")
+        raise ValueError("options.zero and .replica_sync shard the parameters. Give their shapes as params=...")
     if model_state is not None:
         check_model_state(model_state, signature)
     elif signature.has_state and params is not None:
-        raise ValueError("loss_fn takes a model_state: give its shapes as model_state=..., as those of the parameters.")
+        raise ValueError("loss_fn takes a model_state. Give its shapes as model_state=..., like params=...")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EvalMetrics:
-    """Metrics of one evaluated batch: `loss`, `num_tokens` and `aux` as in `StepMetrics`."""
+    """Metrics of one evaluated batch. `loss`, `num_tokens` and `aux` are the same as in `StepMetrics`."""
 
     loss: jax.Array
     num_tokens: jax.Array | None
@@ -140,7 +139,7 @@ class EvalMetrics:
 
 
 class StepFn(Protocol):
-    """The type of a step: (state, batch[, learning_rate]) -> (state, StepMetrics)."""
+    """The type of a step, (state, batch[, learning_rate]) -> (state, StepMetrics)."""
 
     def __call__(self, state: State, batch: Any, learning_rate: ArrayLike | None = None) -> tuple[State, StepMetrics]:
         """Returns the state after the step, and its metrics."""
@@ -148,16 +147,16 @@ class StepFn(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
-    """A training step, and what belongs to it.
+    """A training step, with its init and its evaluation.
 
     Attributes:
-      loss: the loss of `step`, after all transforms: (params, rows, model_state) -> (loss sum, LossAux), or with stages
+      loss: the loss of `step` after all transforms, (params, rows, model_state) -> (loss sum, LossAux), or with stages
         the staged loss.
-      eval_loss: the same for `eval_step`; None with stages.
+      eval_loss: the loss of `eval_step` after all transforms. None with stages.
       optimizer: the Optax transformation.
       options: options that the step was built with, with `zero` replaced by the `replica_sync` made from it.
       signature: signature of the loss function.
-      shardings: shardings of every leaf of the state; None where they are those of the parameters.
+      shardings: shardings of every leaf of the state. None if the state follows the parameters.
       transform_step: function of the whole step, see `train_step`.
     """
 
@@ -174,16 +173,16 @@ class TrainStep:
         """`(params, *, model_state=None, seed=0) -> state`, the state before the first step.
 
         It is {"step", "params", "opt_state": {"inner"[, "master"][, "seed"][, "loss_scale"]}[, "model_state"]
-        [, "spikes"]}. The uint32 seed is that of the random keys and of stochastic rounding, where there are any.
+        [, "spikes"]}. The uint32 seed is for random keys and stochastic rounding, if there are any.
         """
         return make_init(self.optimizer, self.options, signature=self.signature, shardings=self.shardings)
 
     @functools.cached_property
     def step(self) -> Any:  # a StepFn and a jax.stages.Wrapped
-        """Jitted `(state, batch[, learning_rate]) -> (state, StepMetrics)`; donates the state.
+        """Jitted function `(state, batch[, learning_rate]) -> (state, StepMetrics)`, which donates the state.
 
-        The learning rate is for optimizers that take it as an extra argument; others have a rate or a schedule of
-        their own and ignore it.
+        The learning rate is for optimizers that take it as an extra argument. Others have their own rate or schedule
+        and ignore it.
         """
         step = make_step(self.loss, self.optimizer, self.options, has_keys=self.signature.has_keys)
         step = step if self.transform_step is None else self.transform_step(step)
@@ -191,7 +190,7 @@ class TrainStep:
 
     @functools.cached_property
     def eval_step(self) -> Callable[[State, Any], EvalMetrics]:
-        """Jitted `(state, batch) -> EvalMetrics`; does not donate the state.
+        """Jitted function `(state, batch) -> EvalMetrics`, which does not donate the state.
 
         It is the loss with `train=False`, `keys=None` and the model state unchanged. The batch divides as for `step`.
         """
@@ -210,16 +209,16 @@ class TrainStep:
         return make_microbatch_step(self.loss, self.optimizer, self.options, shardings=self.shardings)
 
     def transform(self, transform: Transform) -> TrainStep:
-        """Returns the step whose losses, in training and evaluation, are transformed once more."""
+        """Returns the step with its losses, in training and evaluation, transformed once more."""
         eval_loss = None if self.eval_loss is None else transform(self.eval_loss)
         return dataclasses.replace(self, loss=transform(self.loss), eval_loss=eval_loss)
 
     def with_loss(self, loss: Callable) -> TrainStep:
-        """Returns the step of another `loss`; that of evaluation stays."""
+        """Returns the step with another `loss` in training, and the same `eval_loss`."""
         return dataclasses.replace(self, loss=loss)
 
     def arguments(self, params: Any, batch: Any, *, model_state: Any = None) -> tuple[Any, Any, Any]:
-        """Returns the shapes, dtypes and shardings of what `step` takes, from the shapes of what it is made of."""
+        """Returns the shapes, dtypes and shardings of the arguments of `step`, from arrays or their shapes."""
         state = jax.eval_shape(self.init, params, model_state=model_state)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
         replica_sync = self.options.replica_sync
@@ -259,4 +258,4 @@ def _make_eval_step(loss_fn: CheckedLossFn, options: StepOptions) -> Callable[[S
 
 
 def _no_eval_step(state: State, batch: Any) -> EvalMetrics:
-    raise ValueError("a program of pipeline stages has no eval_step; evaluate with a single loss function.")
+    raise ValueError("a program of pipeline stages has no eval_step. Evaluate with a single loss function.")

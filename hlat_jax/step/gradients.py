@@ -1,4 +1,4 @@
-"""Sums of the losses and gradients of a batch: over its microbatches, then over the devices."""
+"""Sums the losses and gradients of a batch over its microbatches, and then over the devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[...
 
 
 def make_local_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
-    """Returns what `make_value_and_grad` does, for the rows of one device."""
+    """Returns the same function as `make_value_and_grad`, for the rows of one device."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
@@ -66,12 +66,14 @@ def make_local_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callab
 def accumulate_grads(
     loss_fn: CheckedLossFn, params: Any, rows: Any, *, sums: Accumulation, model_state: Any = None
 ) -> tuple[Sums, Any]:
-    """Returns (Sums, gradients) of a batch whose parts are run one after another.
+    """Returns (Sums, gradients) of a batch, with its parts run one after another.
 
     Args:
+      loss_fn: function (params, rows, model_state) -> (loss sum, LossAux).
+      params: parameters.
       rows: fields with rows in front.
-      sums: number of parts, see `rows.microbatches`, and how their gradients are summed.
-      model_state: of the first part; each returns that of the next.
+      sums: number of parts, see `rows.microbatches`, and the summation of their gradients.
+      model_state: model state for the first part. Each part returns the state for the next.
     """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16, where gradients below 6e-8 are 0: multiplies the loss and divides the gradients.
+"""Dynamic loss scaling for fp16, which multiplies the loss and divides the gradients. Below 6e-8, fp16 is 0.
 
 All functions are pure. A step is skipped by `where`, never by `cond`, which Neuron does not support. bf16 has the
 range of fp32 and needs no loss scale.
@@ -25,11 +25,11 @@ from hlat_jax.ops.cross_entropy import scaled_losses
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """State of the scaling; a pytree of two arrays, to be kept in a checkpoint.
+    """State of the scaling, a pytree of two arrays. Keep it in a checkpoint.
 
     Attributes:
-      scale: float32 scalar; a power of two, so that multiplying rounds nothing.
-      good_steps: int32 scalar; steps with finite gradients since the scale last changed.
+      scale: float32 scalar, a power of two, so that multiplying rounds nothing.
+      good_steps: int32 scalar, number of steps with finite gradients since the scale last changed.
     """
 
     scale: jax.Array
@@ -50,7 +50,7 @@ def initial(*, scale: float = 2.0**15) -> LossScale:
 def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax.Array]]:
     """Returns (LossScale, params, *args) -> (loss, gradients with respect to params, whether all of them are finite).
 
-    `loss_fn` returns a scalar. The loss and the gradients returned are unscaled; the gradients are fp32.
+    `loss_fn` returns a scalar. The loss and the gradients returned are unscaled, and the gradients are fp32.
     """
 
     def scale_loss(params: Any, state: LossScale, *args: Any) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +67,7 @@ def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Returns a bool scalar: whether all leaves are free of infinities and NaNs."""
+    """Returns a bool scalar, True if all leaves are free of infinities and NaNs."""
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 
@@ -84,15 +84,15 @@ def adjust(
     smallest: float = 2.0**-24,
     largest: float = 2.0**24,
 ) -> LossScale:
-    """Returns the state after a step: halved if it was not finite, doubled after enough that were.
+    """Returns the state after a step, with the scale halved if it was not finite, and doubled after enough good steps.
 
     Args:
-      state: before the step.
+      state: state before the step.
       finite: whether the step was finite.
       growth_steps: number of consecutive good steps after which the scale doubles.
-      smallest: lower limit of the scale. Far below 1, because products in fp16 sum gradients over all tokens of a
-        microbatch: the sum over 2**24 of them, times 2**-24, is as large as their mean.
-      largest: upper limit of the scale: the cotangent of the scaled loss, in fp32.
+      smallest: lower limit of the scale. It is far below 1, because products in fp16 sum gradients over all tokens of
+        a microbatch. The sum over 2**24 tokens, times 2**-24, is as large as their mean.
+      largest: upper limit of the scale, which is the fp32 cotangent of the scaled loss.
     """
     good_steps = jnp.where(finite, state.good_steps + 1, 0)
     is_due = good_steps >= growth_steps

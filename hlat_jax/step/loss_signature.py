@@ -1,25 +1,25 @@
-"""What a loss function of a training step may take and return.
+"""The arguments and results of the loss function of a training step.
 
-It is (params, microbatch) -> loss, where the loss is one of two:
+A loss function is (params, microbatch) -> loss. The loss is a floating-point scalar, the mean over the microbatch.
+Microbatches and devices then weigh equally, for any number of tokens in them. Or it is `SumAndCount(sum of the losses
+of the counted tokens, number of counted tokens)`. The step then divides by the count over the whole batch, so unequal
+microbatches weigh as in one batch. Both are accumulated in fp32.
 
-- the mean over the microbatch, a floating-point scalar. Microbatches and devices then weigh equally, however much each
-  of them counts;
-- `SumAndCount(sum of the losses of the counted tokens, count of them)`. The step divides by the count over the whole
-  batch, so that unequal microbatches weigh as one batch would.
+More parameters without a default are given by name.
 
-Both are accumulated in fp32. Further parameters without a default are given by name:
+- `model_state` is a pytree of arrays that the model updates itself, such as the statistics of batch norm. The function
+  then returns (loss, new model state). Microbatches update it one after another, and each device updates it for its
+  rows. Floats become their mean over devices. A step that is not finite leaves it unchanged.
 
-- `model_state`: what the model updates itself, such as the statistics of batch norm, a pytree of arrays. The function
-  then returns (loss, new model state). Microbatches update it one after another, and devices each for their own rows:
-  of floats, the mean over devices is kept. A step that is not finite leaves it unchanged.
-- `keys`: a random key for each row, made from the seed, the step and the index of the row in the batch over all
-  devices. What is drawn from it, with `jax.vmap` over rows and keys, is the same on any number of devices and
-  microbatches. None in an evaluation.
-- `train`: True in training, False in an evaluation; a Python bool.
+- `keys` has a random key for each row, made from the seed, the step and the row's index in the batch of all devices.
+  If you draw with `jax.vmap` over rows and keys, the numbers are the same on any number of devices and microbatches.
+  `keys` is None in an evaluation.
 
-With `has_aux` it returns (loss, auxiliary values), as for `jax.value_and_grad`; with a model state too, (loss, (new
-model state, auxiliary values)). The auxiliary values, a pytree, are reported in fp32: each array is the mean over
-microbatches and devices, each `SumAndCount` becomes total / count over the batch.
+- `train` is a Python bool, True in training and False in an evaluation.
+
+With `has_aux` it returns (loss, auxiliary values), as for `jax.value_and_grad`. With a model state too, it returns
+(loss, (new model state, auxiliary values)). The auxiliary values are a pytree, reported in fp32. Each array becomes the
+mean over microbatches and devices, and each `SumAndCount` becomes total / count over the batch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LossFn = Callable[..., jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossAux:
-    """What the loss of some microbatches returns besides its sum.
+    """The results of the loss of some microbatches, apart from the sum of losses.
 
     Attributes:
-      count: float32, the divisor of that sum; the number of microbatches where the loss is a plain mean.
+      count: float32 divisor of the sum of losses. If the loss is a plain mean, it is the number of microbatches.
       aux: sums of the auxiliary values.
-      model_state: after the last of them.
+      model_state: model state after the last microbatch.
       is_mean: whether the loss is a plain mean.
     """
 
@@ -65,11 +65,11 @@ CheckedLossFn = Callable[..., tuple[jax.Array, LossAux]]
 
 @dataclasses.dataclass(frozen=True)
 class LossSignature:
-    """What a loss function takes besides (params, microbatch), and what it returns besides the loss.
+    """The arguments of a loss function other than (params, microbatch), and its results other than the loss.
 
     Attributes:
-      given: names of `GIVEN` that it takes.
-      has_aux: whether it returns auxiliary values.
+      given: names of `GIVEN` that the loss function takes.
+      has_aux: whether the loss function returns auxiliary values.
     """
 
     given: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def signature_of(loss_fn: Callable, *, has_aux: bool = False) -> LossSignature:
     """Returns the signature of a loss function, from its parameters without a default after (params, microbatch).
 
     Raises:
-      ValueError: no function, or a parameter without a default that no step gives.
+      ValueError: not a function, or a parameter without a default that no step gives.
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
@@ -109,8 +109,8 @@ def signature_of(loss_fn: Callable, *, has_aux: bool = False) -> LossSignature:
     for name in names:
         if name not in GIVEN:
             raise ValueError(
-                f"loss_fn takes {name!r}: besides (params, microbatch), a training step gives {', '.join(GIVEN)} by "
-                f"name. {nearest(name, GIVEN)} Bind other values with functools.partial."
+                f"loss_fn takes {name!r}, but after (params, microbatch), a training step only gives "
+                f"{', '.join(GIVEN)} by name. {nearest(name, GIVEN)} Bind other values with functools.partial."
             )
     return LossSignature(names, has_aux)
 
@@ -118,15 +118,15 @@ def signature_of(loss_fn: Callable, *, has_aux: bool = False) -> LossSignature:
 def checked_loss(loss_fn: Callable, signature: LossSignature, *, is_training: bool = True) -> CheckedLossFn:
     """Returns (params, rows, model_state) -> (loss sum, LossAux) from a loss function.
 
-    `rows` is a microbatch; for a loss function that takes keys in training, the pair of it and them.
+    `rows` is a microbatch. For a loss function that takes keys, in training, it is the pair (microbatch, keys).
 
     Args:
       loss_fn: the loss function.
-      signature: see `signature_of`.
-      is_training: whether it is called as in training; otherwise the model state that it returns is dropped.
+      signature: signature of the loss function, see `signature_of`.
+      is_training: whether to call it as in training. Otherwise the model state that it returns is dropped.
 
     Raises:
-      ValueError: when it is traced: the loss function returns anything else.
+      ValueError: at a trace, if the loss function returns anything else.
     """
 
     @functools.wraps(loss_fn)
@@ -152,14 +152,14 @@ def checked_loss(loss_fn: Callable, signature: LossSignature, *, is_training: bo
 def check_model_state(model_state: Any, signature: LossSignature) -> None:
     """Raises ValueError for a model state that the loss function does not take, or one that cannot be carried."""
     if not signature.has_state:
-        raise ValueError("loss_fn takes no model_state: define it as loss(params, batch, *, model_state).")
+        raise ValueError("loss_fn takes no model_state. Define it as loss(params, batch, *, model_state).")
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
             kind = type(leaf).__name__ if dtype is None else dtype
             raise ValueError(
-                f"model_state{jax.tree_util.keystr(path)} is {kind}: give floating-point or integer arrays, and bind "
-                "other values with functools.partial. Random keys come as `keys`."
+                f"model_state{jax.tree_util.keystr(path)} is {kind}. Give floating-point or integer arrays, bind "
+                "other values with functools.partial, and take random keys as `keys`."
             )
 
 
@@ -185,9 +185,9 @@ def _check_aux(aux: Any) -> None:
             is_taken = _is_number(leaf, jnp.floating)
         if not is_taken:
             raise ValueError(
-                f"loss_fn returned the auxiliary value aux{jax.tree_util.keystr(path)} = {_describe(leaf)}; auxiliary "
-                "values are averaged over microbatches and devices. Return floating-point arrays, and "
-                "batch.SumAndCount(total, count) for what is counted; count is a scalar or of the total's shape."
+                f"loss_fn returned the auxiliary value aux{jax.tree_util.keystr(path)} = {_describe(leaf)}, which has "
+                "no mean over microbatches and devices. Return floating-point arrays, or batch.SumAndCount(total, "
+                "count) with a count that is a scalar or has the total's shape."
             )
 
 
@@ -206,7 +206,7 @@ def _parts_of(returned: Any, signature: LossSignature) -> tuple[Any, Any, Any] |
 def _check_new_state(new: Any, old: Any) -> None:
     if _describe(new) != _describe(old):
         raise ValueError(
-            f"loss_fn was given the model state {_describe(old)} and returned {_describe(new)}; return arrays of the "
+            f"loss_fn was given the model state {_describe(old)} and returned {_describe(new)}. Return arrays of the "
             "same names, shapes and dtypes."
         )
 
@@ -218,12 +218,12 @@ def _refusal(returned: Any, signature: LossSignature) -> str:
     )
     if signature.has_state:
         rest = "(new model state, auxiliary values)" if signature.has_aux else "new model state"
-        wanted = f"a loss function that takes model_state returns (loss, {rest}), where loss is {loss}."
+        wanted = f"With model_state, return (loss, {rest}). The loss is {loss}."
     elif signature.has_aux:
-        wanted = f"with has_aux=True return (loss, auxiliary values), where loss is {loss}."
+        wanted = f"With has_aux=True, return (loss, auxiliary values). The loss is {loss}."
     else:
-        wanted = f"return {loss}. For (loss, auxiliary values) give has_aux=True."
-    return f"loss_fn returned {_describe(returned)}; {wanted}"
+        wanted = f"Return {loss}. For (loss, auxiliary values), give has_aux=True."
+    return f"loss_fn returned {_describe(returned)}. {wanted}"
 
 
 def _describe(returned: Any) -> str:

@@ -28,21 +28,22 @@ Program = Any  # a jax.stages.Wrapped, or compiled
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchStep:
-    """A step in programs that do not depend on the number of microbatches; it computes what the step in one does.
+    """A step in programs that do not depend on the number of microbatches, with the same results as in one program.
 
-    Terms, their order and random bits are the same, so the two are equal bit for bit where the compiler rounds them
-    alike. It may not: XLA fuses the body of a loop in other ways, see docs/parallelism.md.
+    Terms, their order and random bits are the same, so the two are equal bit for bit if the compiler rounds them
+    alike. It may not, because XLA fuses the body of a loop in other ways, see docs/parallelism.md.
 
-    Each microbatch, and with pipeline stages each tick, is dispatched as a program of its own, without waiting for the
-    one before. The buffer stays on the devices between steps.
+    Each microbatch, and with pipeline stages each tick, is dispatched as one program, without waiting for the program
+    before. The buffer stays on the devices between steps.
 
     Attributes:
-      start: jitted (inputs, microbatch) -> buffer of zeros: what each device keeps, such as sums of losses, of counted
-        tokens and of gradients. It depends on the shapes alone.
-      ticks: name -> jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer. One,
-        `microbatch`, or the phases of `pipeline`.
-      update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
-      shardings: those of the parts of the buffer, `number` and the rest; on one device, None.
+      start: jitted function (inputs, microbatch) -> buffer of zeros. A buffer has the values that each device keeps,
+        such as sums of losses, of counted tokens and of gradients. It depends only on the shapes.
+      ticks: name -> jitted function (buffer, inputs, microbatch) -> buffer with the results added. It donates the
+        buffer. There is one, `microbatch`, or the phases of `pipeline`.
+      update: jitted function (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros). It donates the
+        state and the buffer.
+      shardings: shardings of the parts of the buffer, `number` and the rest. None on one device.
       num_stages: stages of the pipeline, or 1.
     """
 
@@ -56,7 +57,7 @@ class MicrobatchStep:
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
-        """Returns the state after the step, and its metrics. Rows of microbatch m: see `rows.microbatches`.
+        """Returns the state after the step, and its metrics. Microbatches have rows as in `rows.microbatches`.
 
         Raises:
           ValueError: no microbatch.
@@ -71,12 +72,12 @@ class MicrobatchStep:
                 shapes, buffer = self._take_buffer(inputs, part)
             buffer = self.ticks[name](buffer, inputs, part)
         if buffer is None:
-            raise ValueError("microbatches is empty: give a step one or more of them.")
+            raise ValueError("microbatches is empty. Give a step one or more of them.")
         state, metrics, self._held[shapes] = self.update(state, buffer, learning_rate)
         return state, metrics
 
     def num_dispatches(self, num_microbatches: int) -> dict[str, int]:
-        """Returns how often a step dispatches each of `ticks`, in their order."""
+        """Returns name -> number of times that a step dispatches the tick, in the order of `ticks`."""
         if self.num_stages == 1:
             return dict.fromkeys(self.ticks, num_microbatches)
         idle = self.num_stages - 1
@@ -109,13 +110,13 @@ class MicrobatchStep:
         return dataclasses.replace(self, start=programs["start"], ticks=ticks, update=programs["update"])
 
     def inputs(self, state: State, *, num_microbatches: Any) -> dict[str, Any]:
-        """Returns what `start` and `ticks` read of a step: parts of the state, and for stages the int32 number."""
+        """Returns the inputs of `start` and `ticks`, parts of the state, and for stages the int32 number."""
         opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
         inputs = {"params": state["params"], "step": state["step"], "opt_state": opt_state}
         return inputs | ({"num_microbatches": num_microbatches} if self.num_stages > 1 else {})
 
     def abstract_buffer(self, inputs: Any, microbatch: Any) -> Any:
-        """Returns the shapes, dtypes and shardings of the buffer, from those of what `start` takes."""
+        """Returns the shapes, dtypes and shardings of the buffer, for abstract or real arguments of `start`."""
         buffer = jax.eval_shape(self.start, inputs, microbatch)
         if self.shardings is None:
             return buffer
@@ -134,10 +135,10 @@ def make_microbatch_step(
     """Returns the step in programs of one microbatch, or of one tick of a pipeline.
 
     Args:
-      loss_fn: for the rows of one device; with stages, a StagedLoss.
+      loss_fn: the loss for the rows of one device, or with stages a StagedLoss.
       optimizer: an Optax transformation.
-      options: of the step.
-      shardings: of the state; None without a `replica_sync`.
+      options: options of the step.
+      shardings: shardings of the state. None without a `replica_sync`.
     """
     if options.num_stages > 1:
         assert isinstance(loss_fn, StagedLoss)  # the one that `pipeline.run_pipeline` takes

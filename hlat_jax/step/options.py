@@ -1,4 +1,4 @@
-"""Options of a training step: precision, accumulation, devices, what masks an update."""
+"""Options of a training step for precision, accumulation, devices and masked updates."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class StepOptions:
     """Options of a training step.
 
     Attributes:
-      policy: dtypes of storage and accumulation, and the rounding of stored values; fp32 by default.
+      policy: dtypes of storage and accumulation, and the rounding of stored values, by default fp32.
       num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
-      accumulate: function that computes and sums the gradients of the parts, for pipeline stages; `accumulate_grads` by
-        default.
+      accumulate: function that computes and sums the gradients of the parts, for pipeline stages. By default it is
+        `accumulate_grads`.
       zero: ZeRO stage, 0 to 3, for parameters of any structure on `devices`, see `zero.make_replica_sync`.
-      devices: devices for `zero`; all by default.
-      bucket_bytes: for `zero`, bytes per device up to which arrays share a collective; with 0 each array has its own.
-      replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither the step is for one
+      devices: devices for `zero`, by default all.
+      bucket_bytes: for `zero`, bytes per device up to which arrays share a collective. With 0 each array has its own.
+      replica_sync: your own mesh, shardings and collectives, instead of `zero`. With neither the step is for one
         device.
-      spikes: policy by which steps are skipped or reported whose loss or gradient norm is far above those before, see
-        `optimizer.SpikePolicy`; none by default.
+      spikes: policy for steps with a loss or gradient norm far above earlier ones, which are skipped or reported, see
+        `optimizer.SpikePolicy`. By default there is none.
       loss_scale: whether the loss is scaled, for gradients in fp16, see `step.loss_scale`.
       state_in_place: whether XLA on one CPU writes the state of an Optax optimizer after the weights, without a copy of
         the old state. It takes less memory and more time. A `training_program` with a memory budget sets it.
@@ -63,15 +63,15 @@ class StepOptions:
         if not isinstance(count, numbers.Integral) or isinstance(count, bool) or count < 1:
             raise ValueError(f"StepOptions.num_microbatches={count!r} must be an int of 1 or more.")
         if self.accumulate is not None and self.loss_scale:
-            raise ValueError("StepOptions: accumulate sums unscaled losses; leave loss_scale or accumulate out.")
+            raise ValueError("StepOptions.accumulate sums unscaled losses. Leave loss_scale or accumulate out.")
         if self.zero is not None and self.replica_sync is not None:
-            raise ValueError("StepOptions: zero and replica_sync both shard the parameters; give one of them.")
+            raise ValueError("StepOptions.zero and .replica_sync both shard the parameters. Give one of them.")
         if self.zero is not None:
             check_stage(self.zero, self.devices, bucket_bytes=self.bucket_bytes)
         elif self.devices is not None or self.bucket_bytes:
             raise ValueError(
-                "StepOptions: devices and bucket_bytes have no effect without zero; give zero=0 to 3 too, or leave "
-                "them out: a replica_sync has its own."
+                "StepOptions.devices and .bucket_bytes have no effect without zero. Give zero=0 to 3 too, or leave "
+                "them out, since a replica_sync has its own."
             )
 
     def for_params(self, params: Any) -> StepOptions:
@@ -84,12 +84,12 @@ class StepOptions:
 
     @property
     def active_replica_sync(self) -> ReplicaSync | None:
-        """`replica_sync` if it has several devices, else None: on one device, a step has no collectives."""
+        """`replica_sync` if it has several devices, else None, because on one device a step has no collectives."""
         return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
 
     @property
     def num_stages(self) -> int:
-        """Number of stages that `pipeline.run_pipeline` splits the layers over; 1 without it."""
+        """Number of stages that `pipeline.run_pipeline` splits the layers over, or 1 without it."""
         if self.accumulate is not run_pipeline or self.replica_sync is None:
             return 1
         return dict(self.replica_sync.layout.mesh.shape).get("pipe", 1)

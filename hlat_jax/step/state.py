@@ -1,4 +1,4 @@
-"""The state of a training step: how it begins, what a step reads of it, and the jit that donates it."""
+"""Makes the state of a training step, reads its parts, and jits functions that donate it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_init(
     signature: LossSignature,
     shardings: Any = None,
 ) -> Callable[..., State]:
-    """Returns `TrainStep.init`; without shardings, its state is on the parameters' devices."""
+    """Returns `TrainStep.init`. Without shardings, its state is on the parameters' devices."""
     policy = options.policy
 
     def init(params: Any, *, model_state: Any = None, seed: Any = 0) -> State:
@@ -36,7 +36,7 @@ def make_init(
         if model_state is not None:
             check_model_state(model_state, signature)
         elif signature.has_state:
-            raise ValueError("loss_fn takes a model_state: give init(params, model_state=...) its first value.")
+            raise ValueError("loss_fn takes a model_state. Call init(params, model_state=...) with its first value.")
         weights = cast_tree(params, policy.master or policy.param)
         opt_state: dict[str, Any] = {"inner": _copy(optimizer.init(weights))}
         if policy.master is not None:
@@ -66,14 +66,14 @@ def _copy(tree: Any) -> Any:
 
 
 def rounding_of(state: State, policy: Policy) -> Rounding:
-    """Returns how the values that a step stores are rounded."""
+    """Returns the rounding of the values that a step stores."""
     if policy.rounding != "stochastic":
         return NEAREST
     return Rounding((state["opt_state"]["seed"], state["step"].astype(jnp.uint32)))
 
 
 def scale_of(state: State) -> jax.Array | None:
-    """Returns what the loss is multiplied by; None if it is not scaled."""
+    """Returns the factor of the loss, or None if it is not scaled."""
     held = state["opt_state"].get("loss_scale")
     return None if held is None else held.scale
 
@@ -81,9 +81,9 @@ def scale_of(state: State) -> jax.Array | None:
 def jit_donating(
     fn: Callable, options: StepOptions, *, shardings: Any, donated: tuple[int, ...] = (0,)
 ) -> jax.stages.Wrapped:
-    """Returns the jitted function with the compiler options of its devices; donates its arguments at `donated`.
+    """Returns the jitted function with the compiler options of its devices.
 
-    `shardings` are for its results, where `options` have a `replica_sync`.
+    It donates its arguments at `donated`. If `options` have a `replica_sync`, its results have these `shardings`.
     """
     keep_unused = len(donated) > 1  # else what is donated and only overwritten would be allocated again
     if options.replica_sync is None:

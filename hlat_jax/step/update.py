@@ -1,4 +1,4 @@
-"""From the sums of a batch to the next state: means, norms, masking, the optimizer's update, rounding."""
+"""Computes the next state from the sums of a batch: means, norms, masking, the optimizer's update, rounding."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hlat_jax.step.state import State, rounding_of, scale_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step: scalars on the device, which the loop reads a step later.
+    """Metrics of one step, which are scalars on the device. The loop reads them a step later.
 
     Attributes:
-      loss: float32, mean over the counted tokens of the whole batch, nats per token; where the loss function returns a
-        plain mean, the mean over microbatches and devices.
-      num_tokens: float32, counted tokens; exact up to 2**24, which `degrees.layout_over` keeps to. None if the loss
-        function returns a plain mean: what it counts is not known.
-      grad_norm: float32, L2 norm of the mean gradient before clipping.
-      param_norm: float32, L2 norm of the weights before the update.
-      finite: bool; False: loss, gradient or weights were not finite and the update was masked.
-      spike: bool, whether a finite loss or gradient norm is far above those before, see `optimizer.SpikePolicy`. None
+      loss: float32 mean over the counted tokens of the whole batch, in nats per token. If the loss function returns a
+        plain mean, it is the mean over microbatches and devices.
+      num_tokens: float32 number of counted tokens, exact up to 2**24, which `degrees.layout_over` keeps to. None if
+        the loss function returns a plain mean, since its number of tokens is not known.
+      grad_norm: float32 L2 norm of the mean gradient before clipping.
+      param_norm: float32 L2 norm of the weights before the update.
+      finite: bool, False if loss, gradient or weights were not finite, so that the update was masked.
+      spike: bool, whether a finite loss or gradient norm is far above earlier ones, see `optimizer.SpikePolicy`. None
         without `StepOptions.spikes`.
-      aux: auxiliary values of the loss function, float32, see `step.loss_signature`; None without `has_aux`.
+      aux: float32 auxiliary values of the loss function, see `step.loss_signature`. None without `has_aux`.
     """
 
     loss: jax.Array

@@ -1,4 +1,4 @@
-"""Weights at a path, described by the small files beside them; no array is read. Imports no JAX."""
+"""Describes weights at a path by the small files next to them, without reading an array. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hlat_jax.weights.path_checks import check_hugging_face
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """Weights, wherever they come from.
+    """Weights of a run or of Hugging Face.
 
     Attributes:
       folder: a checkpoint or a Hugging Face folder.
-      model: the config; `auto` implementations are not resolved yet.
-      step: the number of updates; 0 for imported weights.
-      tokenizer: the argument of `data.tokenizer.Tokenizer`; "" without one.
-      tokenizer_sha256: the checksum of the tokenizer if its file is outside `folder`; else "".
+      model: the config, in which `auto` implementations are not resolved yet.
+      step: the number of updates, or 0 for imported weights.
+      tokenizer: the argument of `data.tokenizer.Tokenizer`, or "" without a tokenizer.
+      tokenizer_sha256: the checksum of the tokenizer if its file is outside `folder`, else "".
       begins_with_bos: whether texts begin with BOS, for a run by data.prepend_bos.
-      stop_ids: the tokens that end a generated text, besides the tokenizer's EOS.
-      companions: the folder of the config.json, generation_config.json and tokenizer files that Hugging Face's weights
-        came with, or those that the run began with; None without any.
+      stop_ids: the tokens that end a generated text, apart from the tokenizer's EOS.
+      companions: the folder with the config.json, generation_config.json and tokenizer files of the Hugging Face
+        weights, or of the weights that the run began with. None without any.
     """
 
     folder: pathlib.Path
@@ -49,9 +49,9 @@ class Description:
 
 
 def describe(folder: pathlib.Path) -> Description | None:
-    """Returns the weights of a folder, for a run its newest checkpoint; None where none can be described.
+    """Returns the weights of a folder, or of the newest checkpoint of a run, or None if it has none.
 
-    Files are not compared with their checksums, as `trained.open_weights` does, which also says what is wrong.
+    Unlike `trained.open_weights`, it does not compare files with their checksums, or report errors.
 
     Raises:
       ValueError: a Hugging Face folder without a config.json, or of a model that is not supported.
@@ -69,10 +69,10 @@ def describe(folder: pathlib.Path) -> Description | None:
 
 
 def describe_hugging_face(folder: pathlib.Path, model: ModelConfig) -> Description:
-    """Returns the description of a Hugging Face folder, whose config.json gives `model`.
+    """Returns the description of a Hugging Face folder with this `model` in its config.json.
 
     Raises:
-      ValueError: a file beside the weights is damaged; the message names it.
+      ValueError: a file next to the weights is damaged. The message names it.
     """
     name = tokenizer_file(folder, vocab_size=model.vocab_size)
     return Description(
@@ -102,7 +102,7 @@ def describe_checkpoint(folder: pathlib.Path, record: dict[str, Any], *, step: i
 
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
-    """Returns the model config that was saved at `where`; keys added since take their defaults.
+    """Returns the model config that was saved at `where`. Keys added since take their defaults.
 
     Raises:
       ValueError: an unknown key, or an invalid value.
@@ -111,7 +111,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     if unknown := values.keys() - fields.keys():
         raise ValueError(
-            f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
+            f"{where}: the model has the unknown key {min(unknown)!r}. Use the version of hlat_jax that wrote it."
         )
     model = ModelConfig(
         **{name: convert_value(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}

@@ -93,12 +93,12 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     """Returns the model of a config.json.
 
     Args:
-      content: its content.
+      content: content of the file.
       where: the file, for errors.
-      fuse_qkv: as ModelConfig's; not in the file.
+      fuse_qkv: `fuse_qkv` of the ModelConfig, which the file does not have.
 
     Raises:
-      ValueError: another architecture, a missing field, or a value that our model does not implement; the message
+      ValueError: another architecture, a missing field, or a value that our model does not implement. The message
         names the field.
     """
     kind = content.get("model_type")
@@ -106,7 +106,7 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     architectures = content.get("architectures") or [ours]
     if ours is None or architectures != [ours]:
         raise ValueError(
-            f"{where}: model_type={kind!r}, architectures={architectures} is not supported; supported are "
+            f"{where}: model_type={kind!r}, architectures={architectures} is not supported. Supported are "
             f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
         )
     values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in content.items() if v is not None}}
@@ -117,7 +117,7 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     _refuse_unsupported(values, where=where)
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
     if missing:
-        raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
+        raise ValueError(f"{where}: {missing[0]} is missing. Fetch that file again.")
     fields = {ours: _convert(values, theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values}
     heads, width = fields["num_heads"], fields["embed_dim"]
     if "head_dim" not in fields and (heads < 1 or width % heads):
@@ -172,7 +172,7 @@ def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None])
 
 
 def architecture(m: ModelConfig) -> dict[str, Any]:
-    """Returns the fields of a model that config.json holds: those that an export and import must preserve."""
+    """Returns the fields of a model that config.json holds, which an export and import must preserve."""
     keys = [
         *_SAME,
         "qkv_bias",
@@ -187,7 +187,7 @@ def architecture(m: ModelConfig) -> dict[str, Any]:
 
 
 def unknown_fields(content: dict[str, Any]) -> list[str]:
-    """Returns the fields of a config.json that have a value and are unknown here: they may change the computation."""
+    """Returns the fields of a config.json that have a value and are unknown here, so may change the computation."""
     return [key for key, value in content.items() if value is not None and key not in _KNOWN and "token_id" not in key]
 
 
@@ -201,7 +201,7 @@ def _attention_bias(values: dict[str, Any], *, where: str) -> bool:
     allowed = (False, True) if kind in ("llama", "qwen3") else (False,)
     if type(value) is not bool or value not in allowed:
         supported = " or ".join(map(repr, allowed))
-        raise ValueError(f"{where}: attention_bias={value!r} is not supported; supported in a {kind}: {supported}.")
+        raise ValueError(f"{where}: attention_bias={value!r} is not supported in a {kind}. Use {supported}.")
     return value
 
 
@@ -213,7 +213,7 @@ def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
         each = value if key == "no_rope_layers" and isinstance(value, list) else [value]  # one for each layer
         if not all(item is None or item in served for item in each):
             supported = ", ".join(map(repr, served)) or "null"
-            raise ValueError(f"{where}: {key}={value!r} is not supported; supported: {supported}.")
+            raise ValueError(f"{where}: {key}={value!r} is not supported. Supported are {supported}.")
 
 
 def _window(values: dict[str, Any]) -> dict[str, Any]:
@@ -227,8 +227,8 @@ def _window(values: dict[str, Any]) -> dict[str, Any]:
     if kind == "llama":
         if (is_on or (is_on is None and window is not None)) and not (type(window) is int and window >= limit):
             raise ValueError(
-                f"sliding_window={window!r} must be null, or an int of at least max_position_embeddings={limit}: "
-                "a Llama has no sliding window; set model_type to mistral for one."
+                f"sliding_window={window!r} must be null, or an int of at least max_position_embeddings={limit}, since "
+                "a Llama has no sliding window. For one, set model_type to mistral."
             )
         window = None
     by_layers = kind in ("qwen2", "qwen3")
@@ -278,7 +278,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
 
     def take(name: str, key: str, value: Any) -> None:
         if rope.setdefault(key, value) not in (value,):  # NaN is itself
-            raise ValueError(f"{where}: {name}={value!r} differs from {named[key]}={rope[key]!r}; keep one of them.")
+            raise ValueError(f"{where}: {name}={value!r} differs from {named[key]}={rope[key]!r}. Keep one of them.")
         named.setdefault(key, name)
 
     for spelling in ("rope_parameters", "rope_scaling"):
@@ -293,7 +293,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     kind = rope.pop("rope_type", "default")
     kinds = {"default": "none"} | {kind: kind for kind in ROPE_SCALING if kind != "none"}
     if kind not in tuple(kinds):  # it may be unhashable
-        raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are {', '.join(map(repr, kinds))}.")
+        raise ValueError(f"{where}: rope_type={kind!r} is not supported. Supported are {', '.join(map(repr, kinds))}.")
     of_scaling = ROPE_SCALING[kinds[kind]]
     for key in ("rope_theta", *("original_max_position_embeddings" for key in of_scaling if key.endswith("positions"))):
         if key in values:
@@ -315,7 +315,7 @@ def _with_yarn_defaults(rope: dict[str, Any], max_positions: int, *, where: str)
     defaults = {"original_max_position_embeddings": max_positions, "beta_fast": 32.0, "beta_slow": 1.0}
     rope = defaults | {"attention_factor": 0.0} | rope
     if rope.pop("truncate", True) is not True:
-        raise ValueError(f"{where}: truncate=false is not supported in rope_type='yarn'; supported: true.")
+        raise ValueError(f"{where}: truncate=false is not supported in rope_type='yarn'. Use true.")
     factor = _convert(rope, "factor", "rope_factor", where=where) if "factor" in rope else 1.0
     scales = {
         key: _convert(rope, key, "rope_factor", where=where) for key in ("mscale", "mscale_all_dim") if key in rope

@@ -1,4 +1,4 @@
-"""The files beside the weights in a Hugging Face folder. Imports no JAX."""
+"""Reads the files next to the weights in a Hugging Face folder. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def companions(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def keep_companions(source: pathlib.Path | None, workdir: pathlib.Path) -> None:
-    """Copies the files beside the weights that a new run begins with, if any, into its folder, for its exports."""
+    """Copies the files next to the weights that a new run begins with, if any, into its folder, for its exports."""
     shutil.rmtree(workdir / KEPT, ignore_errors=True)  # of a start before the first checkpoint
     if source is not None and (source / "config.json").is_file():
         (workdir / KEPT).mkdir()
@@ -72,10 +72,10 @@ def tokenizer_file(folder: pathlib.Path, *, vocab_size: int) -> str:
 def begins_texts_with_bos(folder: pathlib.Path) -> bool:
     """Returns whether transformers puts BOS before a text with the tokenizer of a folder, from its files.
 
-    A tokenizer.json decides alone, as by transformers 5, whatever `add_bos_token` beside it says.
+    As in transformers 5, a tokenizer.json decides, and `add_bos_token` in other files does not.
 
     Raises:
-      ValueError: a file is damaged; the message names it.
+      ValueError: a file is damaged. The message names it.
     """
     settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
     if path.is_file():
@@ -84,7 +84,7 @@ def begins_texts_with_bos(folder: pathlib.Path) -> bool:
             templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
             return any("SpecialToken" in pieces[0] for pieces in templates)
         except (AttributeError, KeyError, TypeError):
-            raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
+            raise ValueError(f"{path} has the post_processor {str(after)[:80]}. Fetch that file again.") from None
     if isinstance(settings.get("add_bos_token"), bool):
         return settings["add_bos_token"]
     kind = settings.get("tokenizer_class")
@@ -92,10 +92,10 @@ def begins_texts_with_bos(folder: pathlib.Path) -> bool:
 
 
 def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
-    """Returns the tokens at which transformers ends a generation: of generation_config.json, or else config.json.
+    """Returns the tokens at which transformers ends a generation, from generation_config.json, or else config.json.
 
     Raises:
-      ValueError: a file is damaged, or has a value that is not a token id; the message names it.
+      ValueError: a file is damaged, or has a value that is not a token id. The message names it.
     """
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
@@ -107,10 +107,10 @@ def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def added_tokens(folder: pathlib.Path) -> dict[int, str]:
-    """Returns id -> text of the tokens that files beside a tokenizer add.
+    """Returns id -> text of the tokens that files next to a tokenizer add.
 
     Raises:
-      ValueError: a file is damaged; the message names it.
+      ValueError: a file is damaged. The message names it.
     """
     of_texts = _json_if_there(folder / "added_tokens.json")
     settings = _json_if_there(folder / "tokenizer_config.json")
@@ -121,7 +121,7 @@ def added_tokens(folder: pathlib.Path) -> dict[int, str]:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
             f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "
-            "an id; fetch both again."
+            "an id. Fetch both again."
         ) from None
 
 

@@ -1,7 +1,7 @@
 """The mapping between our parameters and the tensors of Hugging Face's Llama, Mistral and Qwen: names, shapes, layouts.
 
-Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. Their matrices are [out, in]; ours are
-[in, out], with heads on axes of their own.
+Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. Their matrices are [out, in]. Ours are
+[in, out], with separate axes for heads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ParamMapping:
     """One of our parameters (one layer of it, if stacked) and the tensors it consists of.
 
     Attributes:
-      leaf: its path in our tree, such as `layers.mlp.down`.
-      tensors: Hugging Face's name, within the layer where it is stacked -> shape.
-      shape: ours, without the axis of layers.
-      join: tensors in that order -> our parameter; layout only, for any dtype.
-      split: the inverse.
+      leaf: path of the parameter in our tree, such as `layers.mlp.down`.
+      tensors: Hugging Face's name -> shape. If the parameter is stacked, the name is the name within a layer.
+      shape: shape of our parameter, without the axis of layers.
+      join: function from the tensors, in that order, to our parameter. It only changes the layout, for any dtype.
+      split: inverse of `join`.
     """
 
     leaf: str
@@ -43,7 +43,7 @@ class ParamMapping:
         return self.leaf.startswith("layers.")
 
     def names(self, layer: int) -> list[str]:
-        """Returns the full names of the tensors; `layer` is that of a stacked parameter."""
+        """Returns the full names of the tensors, for this layer if the parameter is stacked."""
         return [f"{_LAYER}{layer}.{name}" if self.is_stacked else name for name in self.tensors]
 
 
@@ -106,13 +106,9 @@ def _same(leaf: str, name: str, shape: tuple[int, ...]) -> ParamMapping:
 
 
 def _matrices(leaf: str, parts: dict[str, tuple[int, ...]], *, axis: int = 0, num_inputs: int = 1) -> ParamMapping:
-    """Returns the entry of a parameter whose parts along `axis` are transposed matrices, or vectors.
+    """Returns the entry of a parameter with parts along `axis` that are transposed matrices, or vectors.
 
-    Args:
-      leaf: path of the parameter.
-      parts: name of a tensor -> shape of its part of our parameter.
-      axis: axis along which the parts are joined.
-      num_inputs: number of leading axes that are the input of the matrix; 0 for a vector.
+    `parts` has the shape of the part of each tensor. The first `num_inputs` axes are the input, 0 for a vector.
     """
     shapes = list(parts.values())
     ends = np.cumsum([shape[axis] for shape in shapes])

@@ -1,4 +1,4 @@
-"""Reading of a Hugging Face folder of the Llama family: every tensor's name, shape and dtype is checked."""
+"""Reads a Hugging Face folder of the Llama family, and checks every tensor's name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ _SHOWN = 8  # names in an error
 
 @dataclasses.dataclass(frozen=True)
 class HFCheckpoint:
-    """A folder whose tensors match its config.json.
+    """A folder with tensors that match its config.json.
 
     Attributes:
-      dtype: of our parameters.
-      warning: a line on the unknown fields of config.json; "" without any, and for a folder that was imported.
+      folder: the folder.
+      model: model of its config.json.
+      tensors: the tensors, by name.
+      dtype: dtype of our parameters.
+      warning: a line on the unknown fields of config.json, or "" without any, and for a folder that was imported.
     """
 
     folder: pathlib.Path
@@ -44,9 +47,9 @@ class HFCheckpoint:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), abstract_params(self.model))
 
     def read_param(self, name: str, abstract: jax.ShapeDtypeStruct) -> Any:
-        """Returns a parameter by its path as NumPy array, or, where `abstract` has a sharding, as a jax array.
+        """Returns a parameter by its path as a NumPy array, or as a jax array if `abstract` has a sharding.
 
-        Reads the layers that this process needs, each once, whatever the number of its devices.
+        It reads the layers that this process needs, each once, for any number of its devices.
         """
         [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
 
@@ -69,15 +72,15 @@ class _Index(TypedDict):
 
 
 def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True) -> HFCheckpoint:
-    """Returns a folder's model and tensors; reads no weights.
+    """Returns a folder's model and tensors, and reads no weights.
 
     Args:
-      folder: with config.json and safetensors, one file or several with an index.
-      dtype: of our parameters; "": that of the tensors, with float16 as float32, which is exact.
-      fuse_qkv: as ModelConfig's.
+      folder: a folder with config.json and safetensors, one file or several with an index.
+      dtype: dtype of our parameters. "" keeps the dtype of the tensors, with float16 as float32, which is exact.
+      fuse_qkv: `fuse_qkv` of the ModelConfig.
 
     Raises:
-      ValueError: a tensor that is missing, left over, or of another shape or dtype; an unsupported architecture.
+      ValueError: a tensor that is missing, left over, or of another shape or dtype, or an unsupported architecture.
     """
     path = folder / "config.json"
     path_checks.check_hugging_face(folder)
@@ -89,7 +92,7 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     tensors = {name: stored for name, stored in _tensors(folder).items() if not name.endswith(hf_names.DERIVED)}
     for name, stored in tensors.items():
         if stored.code not in DTYPES:
-            raise ValueError(f"{folder}: tensor {_some([name])} is {stored.code}; supported are {', '.join(DTYPES)}.")
+            raise ValueError(f"{folder}: tensor {_some([name])} is {stored.code}. Supported are {', '.join(DTYPES)}.")
     head = tensors.pop(hf_names.HEAD, None) if model.tie_embeddings else None
     expected = hf_names.expected_shapes(model)
     shapes = {name: stored.shape for name, stored in tensors.items()}
@@ -108,13 +111,13 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     if head and not (head.code == embedding.code and np.array_equal(bits(embedding.read()), bits(head.read()))):
         raise ValueError(
             f"{head.path}: {hf_names.HEAD} differs from {hf_names.EMBEDDING}, but config.json has "
-            "tie_word_embeddings=true; set it to false to keep both."
+            "tie_word_embeddings=true. Set it to false to keep both."
         )
     return HFCheckpoint(folder, model, tensors, kept, warning if unknown and not is_imported else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the values rounded to a dtype, to nearest; the same array where the dtype is equal."""
+    """Returns the values rounded to a dtype, to nearest, or the same array if the dtype is equal."""
     return values if values.dtype == dtype else values.astype(dtype)
 
 
@@ -126,7 +129,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
             return read_header(folder / SINGLE_FILE)
         others = sorted(path.name for path in folder.glob("*.bin")) or ["no weights"]
         raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}; fetch the safetensors or save "
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}. Fetch the safetensors or save "
             "the model again with transformers, which writes them."
         )
     where = read_json(index, kind=_Index)["weight_map"]
@@ -134,12 +137,12 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):
         if not (folder / name).is_file():
-            raise ValueError(f"{index} names the file {name}, which is missing; fetch it.")
+            raise ValueError(f"{index} names the file {name}, which is missing. Fetch it.")
         tensors |= read_header(folder / name)
     actual = {name: stored.path.name for name, stored in tensors.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
     if misplaced:
-        raise ValueError(f"{index} and its files disagree on {_some(sorted(misplaced))}; fetch them again.")
+        raise ValueError(f"{index} and its files disagree on {_some(sorted(misplaced))}. Fetch them again.")
     return tensors
 
 
@@ -151,7 +154,7 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
         return np.dtype(jnp.dtype(asked))
     if len(by_code) > 1:
         kinds = ", ".join(f"{len(those)} {code} such as {those[0]}" for code, those in sorted(by_code.items()))
-        raise ValueError(f"{folder} mixes dtypes: {kinds}; import it with --dtype=float32 or --dtype=bfloat16.")
+        raise ValueError(f"{folder} mixes dtypes ({kinds}). Import it with --dtype=float32 or --dtype=bfloat16.")
     [code] = by_code
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
 

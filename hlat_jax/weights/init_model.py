@@ -1,4 +1,4 @@
-"""The model and tokenizer of the weights that a run begins with, which its config takes over. Imports no JAX."""
+"""Sets the config of a run to the model and tokenizer of the weights that it begins with. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * 
 
 
 def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> list[str]:
-    """Sets model, tokenizer and BOS of a ConfigDict with `train.init_from` or `branch_from` to those of its weights.
+    """Sets model, tokenizer and BOS of a ConfigDict from the weights of its `train.init_from` or `branch_from`.
 
-    A run that has checkpoints takes its own. The weights themselves are opened, and checked, when the run begins; where
-    there are none that can be read here, nothing changes.
+    A run that has checkpoints takes its own. The weights themselves are opened, and checked, when the run begins. If
+    none can be read here, nothing changes.
 
     Args:
-      mutable: changed in place.
-      given: keys of the command line, which stay: "model.rope_theta".
+      mutable: the ConfigDict, changed in place.
+      given: keys of the command line, which stay, such as "model.rope_theta".
       workdir: the run folder, if there is one.
 
     Returns:
-      Lines that say what was changed, and which given keys change the function of the weights.
+      Lines that list the changes, and the given keys that change the function of the weights.
 
     Raises:
       ValueError: a model that is not supported, or a damaged description of one.
@@ -87,9 +87,9 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
 
 
 def check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -> None:
-    """Raises ValueError for a path of weights to begin with that does not exist, or is not what the run began with.
+    """Raises ValueError for a path of weights to begin with that does not exist, or with which the run did not begin.
 
-    A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
+    A run that resumes does not read them, so they may be gone. A path that it was not given before is still an error.
     """
     resumes = any(workdir.glob("checkpoints/*"))
     for key in ("train.init_from", "train.branch_from"):
@@ -104,8 +104,8 @@ def check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -
         before, now = (os.path.abspath(os.path.expanduser(path or "")) for path in (recorded, value))
         if key == "train.init_from" and recorded is not None and before != now:
             raise ValueError(
-                f"{key}={value}: the run in {workdir} began with {recorded or 'random weights'}, and would go on with "
-                "those; give this one a folder of its own with --workdir, or leave the key out to resume."
+                f"{key}={value}: the run in {workdir} began with {recorded or 'random weights'}. To resume it, leave "
+                "the key out, or give this run another folder with --workdir."
             )
 
 
@@ -121,10 +121,10 @@ def parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]
 
 
 def take_checked_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> None:
-    """Does what `take_model` does, prints its lines on stderr, and checks a path of the command line.
+    """Calls `take_model`, prints its lines on stderr, and checks a path of the command line.
 
     Raises:
-      ValueError: as `take_model`, or such a path holds no weights.
+      ValueError: as for `take_model`, or the path holds no weights.
     """
     for line in take_model(mutable, given=given, workdir=workdir):
         print(line, file=sys.stderr)
@@ -137,7 +137,7 @@ def take_checked_model(mutable: Any, *, given: Collection[str], workdir: pathlib
 
 
 def same_ids(first: Tokenizer, second: Tokenizer) -> bool:
-    """Returns whether two tokenizers give the same ids: a tokenizer.json may be converted from a .model."""
+    """Returns whether two tokenizers give the same ids, such as a .model and a tokenizer.json made from it."""
     return first.sha256 == second.sha256 or (
         np.array_equal(first.token_bytes, second.token_bytes)
         and all(np.array_equal(first.encode(text), second.encode(text)) for text in _PROBES)

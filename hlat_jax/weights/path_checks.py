@@ -13,34 +13,34 @@ _MARKS = ("checkpoints", "state", "config.json", "model.safetensors", "model.saf
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
-    """Raises ValueError if a path holds no trained parameters; `key` is the config key that has it, if any."""
+    """Raises ValueError if a path holds no trained parameters. `key` is the config key that has it, if any."""
     folder = local_path(path, key=key)
     if not any((folder / mark).exists() for mark in _MARKS):
         raise no_weights(folder, key=key)
 
 
 def check_step(path: str, step: int, *, key: str) -> None:
-    """Raises ValueError if a run folder has no checkpoint of this step; `key` begins the message."""
+    """Raises ValueError if a run folder has no checkpoint of this step. `key` begins the message."""
     steps = saved_steps(local_path(path) / "checkpoints")
     if step not in steps:
-        there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
-        raise ValueError(f"{key}: {path} has no checkpoint of step {step}; {there}.")
+        there = f"It has {', '.join(map(str, steps))}" if steps else "It has none"
+        raise ValueError(f"{key}: {path} has no checkpoint of step {step}. {there}.")
 
 
 def check_hugging_face(folder: pathlib.Path) -> None:
     """Raises ValueError if a folder has no config.json."""
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} has no config.json (working directory {pathlib.Path.cwd()}); give the folder of a model."
+            f"{folder} has no config.json (working directory {pathlib.Path.cwd()}). Give the folder of a model."
             f"{fetch_first(str(folder))}"
         )
 
 
 def no_weights(path: pathlib.Path, *, key: str = "") -> ValueError:
-    """Returns the error for a path that holds no trained parameters; `key` as for `check_checkpoint`."""
-    missing = "" if path.is_dir() else "no such folder; "
+    """Returns the error for a path that holds no trained parameters. `key` is as for `check_checkpoint`."""
+    missing = "" if path.is_dir() else "no such folder, "
     return ValueError(
-        f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
+        f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}). Give a run "
         "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or a Hugging Face folder with "
         f"config.json and safetensors.{fetch_first(str(path))}"
     )

@@ -1,7 +1,7 @@
-"""Files in the safetensors format: read by the `safetensors` library, and written here one tensor at a time.
+"""Reads safetensors files with the `safetensors` library, and writes them one tensor at a time.
 
-The library writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length
-of a JSON header, the header, data.
+The library only writes whole files. A file has 8 bytes with the length of a JSON header, the header, and data.
+Source: https://huggingface.co/docs/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoredTensor:
     Attributes:
       path: the file.
       name: the name in the file.
-      code: the dtype in the format, such as BF16; not always one of DTYPES.
+      code: the dtype in the format, such as BF16, which may not be in DTYPES.
       shape: the shape, row-major.
     """
 
@@ -54,7 +54,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a file by name.
 
     Raises:
-      ValueError: not a safetensors file, or a damaged one; the message names the file and the library's reason.
+      ValueError: not a safetensors file, or a damaged one. The message has the file and the library's reason.
     """
     try:
         with safetensors.safe_open(path, framework="np") as file:
@@ -66,10 +66,10 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 class Writer:
-    """Writes a safetensors file whose tensors are all known beforehand, in any order."""
+    """Writes a safetensors file with tensors that are all known beforehand, in any order."""
 
     def __init__(self, path: pathlib.Path, *, tensors: dict[str, jnp.ndarray | Any], metadata: dict[str, str]):
-        """Writes the header and allocates the file; `tensors` have shape and dtype, one of DTYPES."""
+        """Writes the header and allocates the file. `tensors` have shape and dtype, one of DTYPES."""
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         self._tensors, self._starts, end = dict(tensors), {}, 0
         for name, tensor in self._tensors.items():

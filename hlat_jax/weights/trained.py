@@ -47,20 +47,20 @@ class Weights(Description):
 
     Attributes:
       arrays: the jax.ShapeDtypeStruct of every parameter, in the stored dtype.
-      read_leaf: function of (path of a parameter, its jax.ShapeDtypeStruct) that reads it: a jax array where that has
-        a sharding, otherwise a NumPy array.
+      read_leaf: function (path of a parameter, its jax.ShapeDtypeStruct) -> its values, as a jax array if the
+        jax.ShapeDtypeStruct has a sharding, otherwise as a NumPy array.
     """
 
     arrays: Any
     read_leaf: Callable[[str, jax.ShapeDtypeStruct], Any]
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
-        """Returns the parameters as jax arrays; each process reads only the shards of its devices.
+        """Returns the parameters as jax arrays. Each process reads only the shards of its devices.
 
         Args:
-          shardings: a tree like the parameters, one sharding for all of them, or None for the default device. Rows of
-            the embedding table and the head that these do not divide are padded with zeros to whole parts.
-          dtype: the dtype to which they are rounded on the host, or None for the stored one.
+          shardings: a tree like the parameters, one sharding for all of them, or None for the default device. If they
+            do not divide the rows of the embedding table and the head, rows of zeros are added.
+          dtype: dtype to which the parameters are rounded on the host, or None for the stored dtype.
         """
         if shardings is None:
             shardings = jnp.zeros(()).sharding
@@ -82,27 +82,27 @@ class Weights(Description):
         return self.read_leaf(name, leaves_by_name(self.arrays)[name])
 
     def open_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer that they were trained with.
+        """Returns the tokenizer that the model was trained with.
 
         Raises:
-          ValueError: there is none, its file has changed, or it has more tokens than the model.
+          ValueError: there is no tokenizer, its file has changed, or it has more tokens than the model.
         """
         path = self.tokenizer
         if not path:
             raise ValueError(
-                f"{self.folder} has no tokenizer; put the tokenizer.model or tokenizer.json of that model there before "
-                "an import, or give it to `generate`, `evaluate` and `hf export` with --tokenizer=FILE."
+                f"{self.folder} has no tokenizer. Put the tokenizer.model or tokenizer.json of that model there, or "
+                "give it with --tokenizer=FILE to `generate`, `evaluate` and `hf export`."
             )
         tokenizer = Tokenizer(path, stop_ids=self.stop_ids, key="tokenizer")
         if self.tokenizer_sha256 not in ("", tokenizer.sha256):
             raise ValueError(
                 f"{path} has changed since {self.folder} was trained with it (sha256 "
-                f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now); restore that file."
+                f"{self.tokenizer_sha256[:16]} then, {tokenizer.sha256[:16]} now). Restore that file."
             )
         if tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"{path} has {tokenizer.vocab_size} tokens, more than vocab_size={self.model.vocab_size} of "
-                f"{self.folder}; give the tokenizer of that model."
+                f"{self.folder}. Give the tokenizer of that model."
             )
         return tokenizer
 
@@ -114,12 +114,12 @@ def open_weights(
 
     Args:
       path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a Hugging Face folder.
-      masters: the optimizer's fp32 master weights, where the precision policy keeps them.
-      tokenizer: its file, for weights without one; "": theirs.
-      fuse_qkv: as ModelConfig's, for a Hugging Face folder.
+      masters: whether to return the optimizer's fp32 master weights, if the precision policy keeps them.
+      tokenizer: a tokenizer file, for weights without a tokenizer. "" takes the tokenizer of the weights.
+      fuse_qkv: `fuse_qkv` of the ModelConfig, for a Hugging Face folder.
 
     Raises:
-      ValueError: no weights there, damage, arrays that do not match the model, or another tokenizer than theirs.
+      ValueError: no weights at the path, damage, arrays that do not match the model, or another tokenizer.
     """
     path = local_path(path, key="checkpoint")
     if is_hugging_face(path):
@@ -139,7 +139,7 @@ def _with_tokenizer(weights: Weights, path: str) -> Weights:
         with contextlib.suppress(ValueError):
             theirs = Tokenizer(weights.tokenizer, key="tokenizer").sha256
     if theirs not in ("", given):
-        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}; leave the flag out.")
+        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}. Leave the flag out.")
     return dataclasses.replace(weights, tokenizer=path)
 
 
@@ -165,7 +165,7 @@ def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
 
 def _open_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
     if (folder / INTEGRITY_FILE).is_file() and (problem := damage(folder, deep=True)):
-        raise ValueError(f"{folder} is damaged ({problem}); import or average it again.")
+        raise ValueError(f"{folder} is damaged ({problem}). Import or average it again.")
     checkpoint = open_checkpoint(folder, fuse_qkv=fuse_qkv)
     if checkpoint.warning:
         print(f"warning: {checkpoint.warning}", file=sys.stderr, flush=True)
@@ -183,11 +183,7 @@ def _pad_rows(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
-    """Returns the abstract parameters of a model in their saved dtypes; the shapes must be the model's.
-
-    Args:
-      saved: path of a leaf, as `jax.tree_util.keystr` -> dtype[shape].
-    """
+    """Returns the abstract parameters of a model in the dtypes of `saved`, which maps a `keystr` to dtype[shape]."""
     shapes = {name: re.sub(r"^\w+", "", text) for name, text in saved.items()}
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(model))
     expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}

@@ -33,7 +33,7 @@ CHOICES = [
     (("auto", "rocm", 2), "sum", "level 10 on rocm", ("shift", "level 10 on rocm, where sum has 10")),
     (("auto", "gpu", 2), "warp", "level 20 on gpu", ("chip", "does not run on gpu")),  # JAX lowers for cuda
     (("auto", "cpu", 5), "sum", "level 10 on cpu", ("shift", "5 is above 4")),
-    (("auto", "cpu", None), "sum", "level 10 on cpu", ("shift", "may not serve the call, whose shapes")),
+    (("auto", "cpu", None), "sum", "level 10 on cpu", ("shift", "may not serve the call")),
     (("chip", "neuron", 2), "chip", "requested", ("sum", "model.doubling='chip' was requested")),
 ]  # fmt: skip
 

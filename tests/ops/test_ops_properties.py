@@ -184,9 +184,11 @@ def test_invalid_windows_are_refused():
     with pytest.raises(ValueError, match=r"window=0 must be at least 1"):
         of_op("einsum")(q, k, v, None, 0)
     for name in WINDOWS:
-        with pytest.raises(ValueError, match=r"cannot serve this call: the kernel .* a window \(window=65\)"):
+        with pytest.raises(ValueError, match=r"cannot serve this call, since the kernel .* a window \(window=65\)"):
             of_op(name)(q, k, v, None, 65)
-        with pytest.raises(ValueError, match=r"cannot serve this call: the kernel .* a window \(window=by layer\)"):
+        with pytest.raises(
+            ValueError, match=r"cannot serve this call, since the kernel .* a window \(window=by layer\)"
+        ):
             of_op(name)(q, k, v, None, np.int32(65))
 
 
@@ -447,9 +449,9 @@ def test_layer_op_saves_only_its_inputs_for_the_backward_pass():
 
 def test_mismatched_operands_are_refused_with_their_shapes():
     x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
-    with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings rotate pairs"):
+    with pytest.raises(ValueError, match=r"model.head_dim=7 must be even, since rotary embeddings rotate pairs"):
         rope.apply_rope(x[..., :7], cos=cos, sin=cos)
-    with pytest.raises(ValueError, match=r"cos has width 1 and sin 4; head_dim=8 has 4 pairs"):
+    with pytest.raises(ValueError, match=r"cos has width 1 and sin 4, but head_dim=8 has 4 pairs"):
         rope.apply_rope(x, cos=cos[..., :1], sin=cos)
 
 
@@ -491,7 +493,9 @@ def test_missing_cudnn_is_skipped_by_auto_and_refused_by_name():
     choice = attention.OP.choose("auto", "cuda", call=call)
     assert choice.name == "triton"
     assert re.search("cuDNN is not detected|No supported GPU", choice.passed_over["cudnn"])  # the latter: JAX 0.11
-    with pytest.raises(ValueError, match=r"model.attention='cudnn' cannot serve this call: (cuDNN|No supported GPU)"):
+    with pytest.raises(
+        ValueError, match=r"model.attention='cudnn' cannot serve this call, since (cuDNN|No supported GPU)"
+    ):
         attention.OP.choose("cudnn", "cuda", call=call)
 
 

@@ -76,7 +76,9 @@ def test_padding_is_not_saved_and_rows_that_are_none_are_refused(tmp_path):
     hlat_jax.hf.save(padded, cfg, "", tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, hlat_jax.hf.load(tmp_path / "out")[1], params)
     padded["head"] = padded["head"].at[61].set(1e-9)
-    with pytest.raises(ValueError, match=r"head has 62 rows, those from model.vocab_size=61 on not zeros"):
+    with pytest.raises(
+        ValueError, match=r"head of params has 62 rows, and rows from model.vocab_size=61 on are not zeros"
+    ):
         hlat_jax.hf.save(padded, cfg, "", tmp_path / "other")
     with pytest.raises(ValueError, match=r"final_norm.scale is \(33,\), and \(32,\) in the model"):
         hlat_jax.hf.save(params | {"final_norm": {"scale": np.zeros(33)}}, cfg, "", tmp_path / "other")

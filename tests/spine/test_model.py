@@ -146,7 +146,7 @@ REFUSED = [
     ({"remat": "ful"}, "must be auto, none, full, selective"),
     ({"remat": "policy:dots"}, "policy:dots_saveable"),
     ({"remat": "budget:12"}, "the budget='12' is not a size"),
-    ({"attention": "triton"}, "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked"),
+    ({"attention": "triton"}, "model.attention='triton' runs on cuda, not on cpu. Use one of auto, einsum, blocked"),
     ({"cross_entropy": "chunks"}, "model.cross_entropy='chunks' is not one of auto, .*Did you mean 'chunked'"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
     ({"num_heads": 10**9 + 7}, "model.num_heads=1000000007 must be at most 65536"),  # not its divisors
@@ -170,7 +170,7 @@ def test_a_call_does_not_ask_for_the_platform(monkeypatch):
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_known():
     decoder = bind(abstract_params(CFG), CFG)  # without values: nothing is computed before the check
     for ids, message in (([[3, 64]], "tokens run from 3 to 64, "), ([[-1, 3]], "tokens run from -1 to 3, ")):
-        with pytest.raises(ValueError, match=message + r"but model.vocab_size=64 has ids 0 to 63; encode the text"):
+        with pytest.raises(ValueError, match=message + r"but model.vocab_size=64 has ids 0 to 63. Encode the text"):
             decoder(jnp.asarray(ids))
 
 
@@ -179,5 +179,5 @@ def test_rows_longer_than_the_model_are_refused_even_where_ids_are_traced():
     shapes = [jax.ShapeDtypeStruct((2, length), jnp.int32) for length in (12, 13)]
     logits = lambda params, tokens_BT: apply(params, cfg, tokens_BT)  # noqa: E731
     assert jax.eval_shape(logits, abstract_params(cfg), shapes[0]).shape == (2, 12, 64)
-    with pytest.raises(ValueError, match=r"tokens have 13 positions, more than model.max_positions=12; shorten the"):
+    with pytest.raises(ValueError, match=r"tokens have 13 positions, more than model.max_positions=12. Shorten the"):
         jax.eval_shape(logits, abstract_params(cfg), shapes[1])

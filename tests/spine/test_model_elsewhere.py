@@ -161,8 +161,8 @@ def test_attention_of_ones_own_replaces_that_of_the_model(params):
 
     assert np.abs(loss(params, TOKENS, attention=looks_ahead) - loss(params, TOKENS)) > 1e-4
     windowed = dataclasses.replace(CFG, sliding_window=4)
-    with pytest.raises(ValueError, match=r"attention= with model.sliding_window=4, .* set sliding_window=0"):
+    with pytest.raises(ValueError, match=r"model.sliding_window=4. .* set sliding_window=0"):
         apply(params, windowed, TOKENS, attention=attend)
-    said = r"attention returned float32\[4, 12, 2, 8\]; it must return float32\[4, 12, 4, 8\]"
+    said = r"attention returned float32\[4, 12, 2, 8\]. It must return float32\[4, 12, 4, 8\]"
     with pytest.raises(ValueError, match=said):
         jax.eval_shape(lambda params: loss(params, TOKENS, attention=lambda q, k, v, ids: v), params)

@@ -23,21 +23,21 @@ def scalar(params, batch):
 
 # (loss, has_aux, what is said)
 MISTAKEN = [
-    (classified, False, r"returned \(float32\[\], float32\[\]\); return the mean loss .*give .*has_aux=True"),
+    (classified, False, r"returned \(float32\[\], float32\[\]\). Return the mean loss .*give has_aux=True"),
     (lambda p, b: {"loss": scalar(p, b)}, False, r"\{loss: float32\[\]\}"),
     (lambda p, b: scalar(p, b).astype(int), False, r"returned int32\[\];"),
     (lambda p, b: SumAndCount((b["x"] @ p["w"])[:, 0], 1), False, r"SumAndCount\(total=float32\[\d+\], count=1"),
     (lambda p, b: SumAndCount(scalar(p, b), jnp.ones(2)), False, r"count=float32\[2\]\)"),
-    (scalar, True, r"returned float32\[\]; with has_aux=True return \(loss, auxiliary values\)"),
+    (scalar, True, r"returned float32\[\]. With has_aux=True, return \(loss, auxiliary values\)"),
     (
         lambda p, b: (scalar(p, b), {"right": jnp.sum(b["label"] == 0)}),
         True,
-        r"aux\['right'\] = int32\[\]; auxiliary values are averaged .*SumAndCount\(total, count\)",
+        r"aux\['right'\] = int32\[\], which has no mean .*SumAndCount\(total, count\)",
     ),
     (
         lambda p, b: (scalar(p, b), {"right": SumAndCount(jnp.ones(3), jnp.ones(2))}),
         True,
-        r"aux\['right'\] = SumAndCount\(total=float32\[3\], count=float32\[2\]\);.* or of the total's shape",
+        r"aux\['right'\] = SumAndCount\(total=float32\[3\], count=float32\[2\]\), .* or has the total's shape",
     ),
 ]
 
@@ -68,15 +68,19 @@ def quadratic(params, batch):
 
 # (loss, what is given, what is said)
 ASKS_OTHERWISE = [
-    (lambda params, batch, key: 0.0, {}, "takes 'key': .*gives model_state, keys, train by name. Did you mean 'keys'"),
-    (with_state, {}, r"loss_fn takes a model_state: give its shapes as model_state="),
-    (quadratic, {"model_state": STATS}, r"takes no model_state: define it as loss\(params, batch, \*, model_state"),
-    (with_state, {"model_state": {"seed": jax.random.key(0)}}, r"model_state\['seed'\] is key<fry>: .*come as `keys`"),
+    (lambda params, batch, key: 0.0, {}, "takes 'key', .*gives model_state, keys, train by name. Did you mean 'keys'"),
+    (with_state, {}, r"loss_fn takes a model_state. Give its shapes as model_state="),
+    (quadratic, {"model_state": STATS}, r"takes no model_state. Define it as loss\(params, batch, \*, model_state"),
+    (
+        with_state,
+        {"model_state": {"seed": jax.random.key(0)}},
+        r"model_state\['seed'\] is key<fry>: .*take random keys as `keys`",
+    ),
     (with_state, {"model_state": STATS, "options": {"accumulate": run_pipeline}}, "model_state needs a single loss"),
     (
         lambda params, batch, model_state: (jnp.sum(params["w"]), {"mean": jnp.zeros(4)}),
         {"model_state": STATS},
-        r"was given the model state \{mean: float32\[8\]\} and returned \{mean: float32\[4\]\}; return arrays of",
+        r"was given the model state \{mean: float32\[8\]\} and returned \{mean: float32\[4\]\}. Return arrays of",
     ),
     (
         lambda params, batch, keys: jnp.sum(params["w"]),
@@ -92,15 +96,15 @@ def test_a_loss_that_takes_anything_else_is_refused():
         with pytest.raises(ValueError, match=said):
             training_program(loss, optax.sgd(1.0), **given)
     program = training_program(with_state, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"give init\(params, model_state=...\) its first value"):
+    with pytest.raises(ValueError, match=r"Call init\(params, model_state=...\) with its first value"):
         program.init({"w": jnp.ones((8, 1))})
 
 
 def test_a_batch_that_does_not_divide_is_refused():
     params, batch = {"w": jnp.ones((8, 1))}, rows(num=30)
     for options, said in (
-        ({"zero": 3, "num_microbatches": 4}, "over 8 devices and into num_microbatches=4; .* of 32, such as 32"),
-        ({"num_microbatches": 4}, "does not divide into num_microbatches=4; .* multiple of 4, such as 28 or 32"),
+        ({"zero": 3, "num_microbatches": 4}, "over 8 devices and into num_microbatches=4. .* of 32, such as 32"),
+        ({"num_microbatches": 4}, "does not divide into num_microbatches=4. .* multiple of 4, such as 28 or 32"),
         ({"num_microbatches": 4, "autocast": "fp16"}, "does not divide into num_microbatches=4"),
     ):
         given = {"options": options, "params": params}

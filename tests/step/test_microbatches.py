@@ -113,7 +113,7 @@ def test_a_plain_mean_and_no_microbatches_are_refused():
     params, batch = {"w": np.ones(3, np.float32)}, {"x": np.ones((4, 3), np.float32)}
     for loss, parts, said in (
         (mean, [batch], "a loss function that returns SumAndCount"),
-        (mean_of_products, [], "microbatches is empty: give a step one or more"),
+        (mean_of_products, [], "microbatches is empty. Give a step one or more"),
     ):
         program = training_program(loss, optax.sgd(0.1), params=params)
         with pytest.raises(ValueError, match=said):

@@ -173,7 +173,7 @@ def test_an_optimizer_without_a_rate_of_its_own_asks_for_one():
     optimizer = adamw(config, policy=POLICIES["fp32"], decays={"w": True})
     program = training_program(quadratic, optimizer)
     state = program.init({"w": jnp.ones((8, 1))})
-    with pytest.raises(ValueError, match=r"no learning rate of its own: call step\(state, batch, learning_rate\)"):
+    with pytest.raises(ValueError, match=r"needs a learning rate. Call step\(state, batch, learning_rate\)"):
         program.step(state, rows())
     assert program.step(state, rows(), 1e-2)[1].finite
 

@@ -120,7 +120,7 @@ def test_parameters_of_another_model_are_refused_by_name(source, tmp_path):
         (params | {"extra": params["embed"]}, "extra", "(640, 96)"),
         (half, "float16", "float32, bfloat16"),
     ):
-        with refused("params: ", *facts):
+        with refused(" of params is ", *facts):
             hf.save(given, model, "", tmp_path / "out")
     with refused("dtype='float16'", "float32, bfloat16"):
         hf.save(params, model, "", tmp_path / "out", dtype="float16")

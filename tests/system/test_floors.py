@@ -195,7 +195,7 @@ def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
         "train --config=tiny --config.train.branch_from=/no@3": "train.branch_from: /no holds no weights (no such",
         "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
         "plan --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
-        "generate --checkpoint=/no --prompt=a": "/no holds no weights (no such folder; working directory",
+        "generate --checkpoint=/no --prompt=a": "/no holds no weights (no such folder, working directory",
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
         "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
         "train --config=tiny --config.train.eval_tasks=a --config.train.eval_tasks_folder=/no": (
@@ -228,7 +228,7 @@ def test_a_mistake_that_needs_no_device_is_answered_before_jax(trained_run, tmp_
         f"{tiny} --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'; its keys are 'body'",
         f"{tiny} --config.data.text_field=body": "austen_train.jsonl, row 1: no key 'body'",
         "data stats --config=tiny --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'",
-        f"{tiny} --config.train.branch_from={trained_run}@7": f"{trained_run} has no checkpoint of step 7; it has",
+        f"{tiny} --config.train.branch_from={trained_run}@7": f"{trained_run} has no checkpoint of step 7. It has",
         f"{resumed} --config.optimizer.peak_lr=0.5": "optimizer.peak_lr: 0.01 in the checkpoint, 0.5 now",
         f"hf export {trained_run} --out=taken": "--out=taken exists already",
         f"hf average {trained_run} {trained_run} --out=taken": "--out=taken exists already",

@@ -38,7 +38,7 @@ MESSAGES = {
         "Restore these settings, or give the changed run another folder with --workdir."
     ),
     ("generate", "--prompt=a", "--checkpoint=FOLDER"): (
-        "FOLDER holds no weights (working directory HERE); give a run folder, such as runs/tiny, one of its "
+        "FOLDER holds no weights (working directory HERE). Give a run folder, such as runs/tiny, one of its "
         "checkpoints, runs/tiny/checkpoints/STEP, or a Hugging Face folder with config.json and safetensors."
     ),
     ("data", "build", "FOLDER/body.jsonl", "--out=FOLDER"): (

@@ -1,7 +1,7 @@
-"""Causal attention by kernels for NVIDIA GPUs: cuDNN through JAX, and the Pallas kernel for Triton that JAX ships.
+"""Causal attention by kernels for NVIDIA GPUs, cuDNN through JAX, and the Pallas kernel for Triton that JAX ships.
 
 On an H100 both equal float64 up to the rounding of bf16, values and gradients. On a CPU the Pallas kernel is tested in
-interpret mode and lowered for `cuda`; cuDNN cannot be traced where it is not installed.
+interpret mode and lowered for `cuda`. cuDNN cannot be traced if it is not installed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def dot_product_attention(
     scale: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Returns [B, T, N, H]: softmax(scale * q k + bias) v, of the keys that the masks leave.
+    """Returns softmax(scale * q k^T + bias) v, [B, T, N, H], over the keys that the masks leave.
 
     Args:
       q_BTNH: queries.
       k_BSKH: keys.
       v_BSKH: values.
-      bias_BNTS: array that is added to the scaled scores; B or N may be 1.
-      mask_BNTS: bool, True where a query attends to a key; B or N may be 1.
+      bias_BNTS: array that is added to the scaled scores, in which B or N may be 1.
+      mask_BNTS: bool array, True if a query attends to a key, in which B or N may be 1.
       causal: whether a query attends only to its own and earlier positions.
-      window: number of keys that a query attends to, its own included; only if causal.
+      window: number of keys that a query attends to, its own included. It needs `causal`.
       scale: factor of the scores, by default 1/sqrt(H).
       implementation: "cudnn", or "xla" for any platform.
     """
@@ -62,7 +62,7 @@ def dot_product_attention(
 def cudnn_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
-    """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
+    """Returns why cuDNN cannot run a call, forward and backward, see `ops.attention.describe_call`."""
     if has_segments:
         return ["cuDNN supports segment ids (data.packing=documents) only as a T x T mask"]
     if isinstance(window, str):
@@ -74,7 +74,7 @@ def cudnn_unsupported_reasons(
 
 
 def trace_errors(attend: Callable[..., jax.Array], *operands: Any) -> list[str]:
-    """Returns the error of tracing attention and its gradient by the first three operands; [] if there is none.
+    """Returns the error of tracing attention and its gradient by the first three operands, or [] if there is none.
 
     The dtypes and head sizes that cuDNN supports depend on its version and the device.
     """
@@ -92,7 +92,7 @@ def trace_errors(attend: Callable[..., jax.Array], *operands: Any) -> list[str]:
 def triton_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
-    """Returns why the Pallas kernel cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
+    """Returns why the Pallas kernel cannot run a call, forward and backward, see `ops.attention.describe_call`."""
     seq_len, head_dim = q_shape[1], q_shape[3]
     reasons = []
     if window is not None:
@@ -115,13 +115,13 @@ def triton(
     segment_ids_BT: jax.Array | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention`; see `triton_unsupported_reasons`.
+    """Returns [B, T, N, H] as `ops.attention`, for calls without `triton_unsupported_reasons`.
 
     Args:
       q_BTNH: queries, already rotated.
       k_BSKH: keys, repeated here, since the kernel takes one key head per query head.
       v_BSKH: values, repeated too.
-      segment_ids_BT: int32, or None.
+      segment_ids_BT: int32 ids of segments, or None.
       interpret: whether to run the kernel's body as JAX operations, which works on any platform.
     """
     group = q_BTNH.shape[2] // k_BSKH.shape[2]

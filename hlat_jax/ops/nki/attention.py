@@ -1,12 +1,12 @@
 """Causal attention by the NKI kernels of nkilib.
 
-Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's layouts; its
+Each kernel is a JAX primitive. Its default lowering is the XLA reference in this file, in the kernel's layouts. Its
 lowering for platform `neuron` calls the kernel. So values, gradients and layouts are tested on any platform, and the
 calls by lowering. The kernels themselves have not been run.
 
-Since SDK 2.29 AWS documents NKI for trn2 and trn3 only: `chips` says where these kernels are refused.
+Since SDK 2.29 AWS documents NKI for trn2 and trn3 only, so `chips` refuses these kernels on other chips.
 
-Source of the contracts: nki-library e9ef98f (attention_cte) and 092a49d (attention_bwd), nkilib.core.attention; a test
+Source of the contracts: nki-library e9ef98f (attention_cte) and 092a49d (attention_bwd), nkilib.core.attention. A test
 compares the calls with them.
 """
 
@@ -35,7 +35,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
-    """Returns why the kernels cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
+    """Returns why the kernels cannot run a call, forward and backward, see `ops.attention.describe_call`."""
     num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
     if window is not None:
@@ -56,10 +56,10 @@ def unsupported_reasons(
 def attention(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, segment_ids_BT: jax.Array | None = None
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention`; see `unsupported_reasons`.
+    """Returns [B, T, N, H] as `ops.attention`, for calls without `unsupported_reasons`.
 
-    The kernels take the first and the last position that a query sees, so that equal segment ids must be next to each
-    other, as `data.packing=documents` has them; an id that comes back after another one counts as a new segment.
+    The kernels take the first and the last position that a query sees. So equal segment ids must be next to each other,
+    as with `data.packing=documents`. An id that comes back after another id counts as a new segment.
     """
     return _attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
 
@@ -99,9 +99,9 @@ def log_sum_exp(neg_max: jax.Array, recip_sum: jax.Array) -> jax.Array:
 
 
 def segment_bounds(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the first position of each token's segment, and the first position after it: fp32 [B, T] each.
+    """Returns the first position of each token's segment, and the first position after it, each fp32 [B, T].
 
-    Static slices and maxima only: cumulative operations lower to `reduce_window`, which the lint warns of.
+    It uses only static slices and maxima, because cumulative operations lower to `reduce_window`, a lint warning.
     """
     t = segment_ids_BT.shape[1]
     is_first = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -119,13 +119,13 @@ def segment_bounds(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def tile(x_ZT: jax.Array) -> jax.Array:
-    """Returns [Z, 128, T / 128] of [Z, T]: position t at [t % 128, t // 128], as in the kernels."""
+    """Returns [Z, 128, T / 128] from [Z, T], with position t at [t % 128, t // 128], as in the kernels."""
     z, t = x_ZT.shape
     return x_ZT.reshape(z, t // PARTITIONS, PARTITIONS).swapaxes(1, 2)
 
 
 def untile(x: jax.Array) -> jax.Array:
-    """Returns [..., T] of [..., 128, T / 128]: the inverse of `tile`."""
+    """Returns [..., T] from [..., 128, T / 128], the inverse of `tile`."""
     return x.swapaxes(-1, -2).reshape(*x.shape[:-2], -1)
 
 

@@ -105,12 +105,7 @@ def random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.n
 
 
 def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
-    """Returns a function to the results of another, and the gradients of their sum with random weights.
-
-    Args:
-      function: of arrays.
-      places: numbers of the arguments by which there are gradients.
-    """
+    """Returns a function to the results of another, and gradients by the arguments at `places` of a random sum."""
 
     def run(*args: Any) -> list[Any]:
         outs, pull = jax.vjp(perturbed_at(function, args, places), *(args[at] for at in places))

@@ -315,12 +315,7 @@ class EquationGraph:
         return next(filter(None, map(source_of, (eqn, *around))), "")
 
     def run(self, steps: Sequence[_Step], values: Sequence[Any]) -> list[Any]:
-        """Returns the results of the jaxpr for values of its inputs.
-
-        Args:
-          steps: the program, as `steps` returns it.
-          values: values of the inputs.
-        """
+        """Returns the results of the program that the method `steps` returns, for values of the inputs."""
         env = {**self.values, **dict(zip(self.invars, values, strict=True))}
         for step in steps:
             env.update(zip(step.defines, step.run(env), strict=True))

@@ -313,14 +313,10 @@ class Loop:
 def _in_turn(
     part: Callable, tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any], num_parts: int
 ) -> list[Any]:
-    """Returns the results of all chunks, stacked; the backward pass computes a chunk again.
+    """Returns the results of all chunks, stacked. The backward pass computes a chunk again.
 
-    Args:
-      part: (number of a chunk, its tangents, others, arrays=arrays) -> its results.
-      tangents: of the arrays that are cut, in chunks; see `_split_tangent`.
-      others: arrays that each chunk reads as they are.
-      arrays: those that are cut.
-      num_parts: number of chunks.
+    `part` is (number of a chunk, its tangents, others, arrays=arrays) -> its results. `tangents` belong to the arrays
+    that are cut, `arrays`, in chunks, see `_split_tangent`. Each chunk reads `others` as they are.
     """
     again = jax.checkpoint(part, prevent_cse=False)
     numbered = jnp.arange(num_parts, dtype=jnp.int32), tangents
@@ -473,14 +469,9 @@ _split_tangent_p, _with_tangent_p = core.Primitive("split_tangent"), core.Primit
 
 
 def _define(primitive: Any, like: Callable, run: Callable, tangent: Callable, batch: Callable) -> None:
-    """Defines a primitive of one result.
+    """Defines a primitive of one result, which has the type of the result of `like`, and is computed by `run`.
 
-    Args:
-      primitive: the primitive.
-      like: a function of its operands whose result has the type of its own.
-      run: what it computes.
-      tangent: tangents of its operands -> tangent of its result.
-      batch: its batching rule.
+    `tangent` maps tangents of the operands to the tangent of the result, and `batch` is the batching rule.
     """
 
     def aval_of(*avals: Any, **params: Any) -> Any:
