@@ -145,8 +145,8 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Returns the log-likelihood of whole texts, each token predicted once, in windows of `max_length`.
 
-        If texts begin with BOS, it counts as a token of the text and is predicted after another BOS, as in the
-        harness's backend for Hugging Face.
+        If texts begin with BOS, this token is predicted too, after another BOS. The harness's backend for Hugging
+        Face does the same.
         """
         pairs: list[Pair] = []
         ends = []

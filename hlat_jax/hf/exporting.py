@@ -123,8 +123,8 @@ def save(
       params: nested dicts of arrays, from `init_params`, `hf.load` or a run. Padding of the vocabulary is left out. One
         array at a time is copied to the host.
       model: the config of the parameters.
-      tokenizer: a tokenizer file, or "" for none. From a Hugging Face folder of a model or of only a tokenizer, the
-        tokenizer, chat template and other files next to the weights are copied.
+      tokenizer: a tokenizer file, or "" for none. If it lies in a Hugging Face folder, the tokenizer, chat template
+        and other files next to the weights are copied.
       folder: the folder, which must not exist, or be empty.
       dtype: float32 or bfloat16. "" keeps the dtype of the parameters.
 

@@ -42,8 +42,8 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
       server: the Neuron servers that the devices belong to, by default the servers that the devices name.
 
     Raises:
-      ValueError: degrees that do not multiply to the number of devices, do not divide a size of the model or the
-        batch, or give groups of cores that Neuron does not support. The message has the nearest degrees that pass every
+      ValueError: degrees that do not multiply to the number of devices, or do not divide a size of the model or the
+        batch. Groups of cores that Neuron does not support. The message has the nearest degrees that pass every
         check on these devices. It also raises for more tokens in a step than are counted exactly.
     """
     rows, seq_len = config.data.batch_size, config.data.seq_len

@@ -2,7 +2,7 @@
 
     from hlat_jax import passes
 
-These names stay stable. Importing the package imports no pass, and each name imports only what it needs.
+These names stay stable. Importing the package imports no pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The passes as other projects import them: `from hlat_jax import passes`, decorators that report what they did.
+"""The passes as other projects import them: `from hlat_jax import passes`, decorators with a report.
 
 @passes.chunk(max_bytes="64MiB")
 @passes.autocast(policy="bf16")
@@ -41,7 +41,7 @@ class Passed(Generic[_Args, _Result]):
     Args:
       name: the pass, one of `ORDER`.
       fn: the function, which may be under other passes.
-      changed: the function as the pass changes it. Its `report`, if it has one, says what the pass did.
+      changed: the function as the pass changes it. Its `report`, if it has one, is part of the table.
     """
 
     def __init__(self, name: str, fn: Callable[_Args, _Result], changed: Callable[_Args, _Result]):
@@ -75,7 +75,7 @@ class Passed(Generic[_Args, _Result]):
         """Returns a table of the function before the passes and after each one, for the last call.
 
         A row has the matrix products of the function and its gradients, and the temporaries on one device, estimated
-        from the trace. The gradients are by all float arguments. The last column says what the pass did.
+        from the trace. The gradients are by all float arguments. The last column lists the changes.
 
         Raises:
           ValueError: the function was not yet called or traced.
@@ -124,10 +124,10 @@ def _unflatten_and_call(fn: Callable, leaves: list[Any], tree: Any, places: list
 
 
 def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
-    """Returns a table with a row for each stage of a program: its products, its temporaries, what the pass did.
+    """Returns a table with a row for each stage of a program: its products, its temporaries, the changes.
 
     Args:
-      stages: (name, open jaxpr without dead code, lines that say what the pass did).
+      stages: (name, open jaxpr without dead code, lines of the pass).
       arguments: shapes and shardings of the arguments of the jaxprs.
     """
     rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0

@@ -75,10 +75,10 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
 
     Args:
       fn: a function of arrays. Values that it closes over are saved too.
-      choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or with the number of
-        the segment's kind, `segment0.`, or with nothing if the region is the function. A stock policy covers `fn`.
-      region: extent of a checkpoint: the body of each outermost `lax.scan` (loops), each of the `segments`, the
-        function (whole), or the regions that the names come from, without names the first of `regions` (auto).
+      choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or of the segment's
+        kind, `segment0.`. They begin with neither if the region is the function. A stock policy covers `fn`.
+      region: extent of a checkpoint. It is the body of each outermost `lax.scan` (loops), each of the `segments`, or
+        the function (whole). With auto, the names decide, and without names the first of `regions`.
       prevent_cse: the argument of `jax.checkpoint` for the function. It may be False if `fn` is a whole loop body.
 
     Raises:

@@ -98,8 +98,8 @@ class RecomputeGraph:
     def cheapest(self, *, budget_bytes: float = math.inf, byte_cost: float = 0.0) -> tuple[str, ...]:
         """Returns the names of saved values with which recomputation is cheapest, or nearly, by an integer program.
 
-        It minimizes sum(cost * c) + byte_cost * sum(size * s), with s = 1 for a saved value and c = 1 for a recomputed
-        node. Each value that gradients and recomputed nodes read must be saved or recomputed. If all s are integers,
+        It minimizes `sum(cost * c) + byte_cost * sum(size * s)`. A saved value has s = 1, and a recomputed node has
+        c = 1. Each value that gradients and recomputed nodes read must be saved or recomputed. If all s are integers,
         so are the optimal c. Without a budget, both are. After `_MOST_NODES` nodes of the search tree the best choice
         found is returned.
 

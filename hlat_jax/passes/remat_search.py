@@ -54,8 +54,8 @@ class RematOptions:
 
     Attributes:
       region: extent of one checkpoint: the body of every outermost `lax.scan` of the function (loops), each of its
-        segments (segments), or the function (whole). Auto is the first of these that the function has, if the program
-        then fits with nothing kept, and otherwise the region that takes the fewest bytes.
+        segments (segments), or the function (whole). Auto is the first of these that the function has, if nothing
+        kept then fits. Otherwise it is the region that takes the fewest bytes.
       min_bytes: smallest size of a value that may be saved, over all trips of the loops and all calls that keep the
         value at one time. Under `shard_map` it is the size on one device.
       measure: function from a traced program to the bytes that are compared with the budget.
@@ -101,7 +101,7 @@ class RematPlan:
       region: the regions of the checkpoints, as in `RematOptions`. It is auto if the caller of `search` decides.
       segments: number of segments of each kind, if these are the regions.
       passes: name -> pass that changed the function before the choice, "nest" (`scan_segments.nest_scans`) or "chunk".
-      changes: lines that say what the passes changed.
+      changes: lines with the changes of the passes.
     """
 
     choice: RematChoice | None

@@ -90,8 +90,8 @@ def train_step(
 
     Raises:
       ValueError: no function, no transformation, parameters that are not floating-point arrays, or missing shapes that
-        an option needs. The step raises it before it is compiled, if the loss function returns anything else, the
-        batch does not divide, or the optimizer needs other extra arguments.
+        an option needs. Before it is compiled, the step raises it for other results of the loss function, a batch that
+        does not divide, or other extra arguments of the optimizer.
     """
     signature = signature_of(loss_fn, has_aux=has_aux)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
@@ -200,8 +200,8 @@ class TrainStep:
     def microbatch_step(self) -> MicrobatchStep | None:
         """`step` in programs of one microbatch.
 
-        None for a loss function that has auxiliary values or takes more than (params, microbatch), for a transformed
-        step, and for an `options.accumulate` that is not `pipeline.run_pipeline` over stages.
+        None for a loss function that has auxiliary values or takes more than (params, microbatch). Also None for a
+        transformed step, and for an `options.accumulate` other than `pipeline.run_pipeline` over stages.
         """
         sums_here = self.options.accumulate is None or self.options.num_stages > 1
         if not sums_here or not self.signature.is_plain or self.transform_step is not None:

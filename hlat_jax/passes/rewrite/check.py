@@ -121,7 +121,7 @@ def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
 
 
 def relative(expected: Any, actual: Any, *, at_least: float = 0.0) -> float:
-    """Returns the norm of the difference, relative to that of the first, or to `at_least` if that is more."""
+    """Returns the norm of the difference, relative to the norm of the first, but at least to `at_least`."""
     expected, actual = (np.asarray(x).astype(np.float64) for x in (expected, actual))
     if expected.shape != actual.shape or not np.array_equal(np.isfinite(expected), np.isfinite(actual)):
         return np.inf
@@ -144,8 +144,9 @@ class Cut:
     """The original with the dimensions cut along which it computes every index alike, from the same index.
 
     Dimensions of variables that an equation links are one class. A class is not cut if an equation mixes it or splits
-    it in a reshape, nor, unless the replacement is `resized`, if it is reduced or a constant differs along it. One that
-    a gather takes single indices from is cut only with `cuts_taken`: constant indices may be of the whole.
+    it in a reshape. Unless the replacement is `resized`, it is not cut either if it is reduced or a constant differs
+    along it. If a gather takes single indices from a class, it is cut only with `cuts_taken`, since constant indices
+    may be of the whole.
 
     Attributes:
       sizes: class -> size, of those that are cut; {} if the original is small.

@@ -1,9 +1,9 @@
 """Compares the derivative rule of a function with the derivative of its body, on random inputs.
 
-Many losses have a `custom_vjp` that only saves memory or time. If such a rule is the derivative of the body, a pass may
-read the body as if its equations stood in the place of the call. Some rules ignore a result that is only logged, or an
-argument such as a coefficient: the body is then read with `stop_gradient` there. Any other rule is left alone, such as
-one that clips gradients, or a rule that is finite where its body overflows.
+Many losses have a `custom_vjp` that only saves memory or time. If such a rule is the derivative of the body, passes
+read the body in place of the call. Some rules ignore a result that is only logged, or an argument such as a
+coefficient. The body then gets a `stop_gradient` there. Every other rule stays a call. It may clip gradients, or be
+finite where its body overflows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Rule:
 
 
 def with_bodies(closed: core.ClosedJaxpr, known: Mapping[int, np.ndarray] | None = None) -> EquationGraph:
-    """Returns the graph of a jaxpr in which calls are inlined whose rule is the derivative of the body.
+    """Returns the graph of a jaxpr with the bodies of calls inlined that have the body's derivative as their rule.
 
     Args:
       closed, known: as for `EquationGraph`.
