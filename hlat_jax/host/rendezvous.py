@@ -98,8 +98,8 @@ def _admit(connection: socket.socket, met: dict[int, tuple[socket.socket, str]],
         )
     if index in met and not _has_left(met[index][0]):
         _refuse(
-            f"two processes have --process_id={index}: on {met[index][1]} and on {place}. Give each one of its own, or "
-            "end what is left of an earlier job.",
+            f"two processes have --process_id={index}, on {met[index][1]} and on {place}. Give each another one, or "
+            "end the processes of an earlier job.",
             [connection, *(each for each, _ in met.values())],
             code=1,
         )

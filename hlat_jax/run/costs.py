@@ -61,7 +61,7 @@ def describe(config: Config) -> str:
         "parameters": f"{num_params(model):,}",
         "FLOPs per token": f"{flops_6n:.4g} (6N), {flops:.4g} with attention",
         "tokens per step": f"{step_tokens:,} = {data.batch_size} x {data.seq_len}, {microbatches}",
-        "steps": f"{train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
+        "steps": f"{train.num_steps:,} ({train.num_steps * step_tokens:,} tokens), {horizon}",
         "state": f"{state_bytes:,} bytes ({config.precision.policy}), before sharding",
     }
     return "\n".join(itertools.starmap(labelled, texts.items()))
