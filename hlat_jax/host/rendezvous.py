@@ -1,4 +1,4 @@
-"""Lets the processes of a job meet before JAX joins them, as JAX aborts all of them for one from another job.
+"""Lets the processes of a job meet before JAX joins them, as JAX aborts all for one too many or from another job.
 
 Process 0 listens on the coordinator's port until the others have reported, and answers all at once. Then JAX's
 coordination service takes the port over. A later process, or one that finds another program there, gets no answer.
