@@ -32,7 +32,7 @@ def flops_per_token_6n(m: ModelConfig) -> float:
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> float:
-    """Returns training FLOPs per token, 6N + 12 * layers * heads * head_dim * keys, with seq_len keys or the window.
+    """Returns training FLOPs per token, 6N plus 12 * heads * head_dim * keys of each layer (seq_len or its window).
 
     Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
     """
