@@ -74,8 +74,8 @@ def train(run: Run, progress: Progress) -> str:
         signals.unfinished = ""
         if not _is_last(run, progress):
             _show_goodput(run, progress)
-            saved = f"saved in {run.workdir}; run the same command to resume"
-            nothing = "before anything was saved; run the same command to start again"
+            saved = f"saved in {run.workdir}. Run the same command to resume"
+            nothing = "before anything was saved. Run the same command to start again"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
             return run.sync.stop
         signals.saved_step = progress.step

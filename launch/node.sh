@@ -23,7 +23,7 @@
 #                        it, else for every node
 #
 # On Neuron the command first waits for a former run to end, removes what killed compiles have left, and tries JAX's
-# cache in a process of its own; without it, it says so and goes on.
+# cache in a separate process. If the cache fails, it prints a line and continues without.
 # PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk;
 # IMAGE_ROOT another place to look for the libraries of the image, for tests.
 # This script handles nodes and paths only. The recipe is in the config; `python -m hlat_jax.neuron env` computes the
@@ -61,8 +61,8 @@ for word in "$@"; do
     --fill_cache=*) fill_cache=${word#*=} ;;
     --local_disk=*) local_disk=${word#*=} ;;
     --dry-run) dry_run=true ;;
-    --rank=* | --num_nodes=* | --target=* | --dry_run) fail "$word: give --node, --nodes, --instance or --dry-run." ;;
-    --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
+    --rank=* | --num_nodes=* | --target=* | --dry_run) fail "$word is not a flag. Give --node, --nodes, --instance or --dry-run." ;;
+    --num_processes=* | --process_id=*) fail "$word is not a flag. Give --nodes and --node, as one process runs on each node." ;;
     *)
       [[ $word != --stopped_code=[1-9]* ]] || stopped_code=${word#*=}
       passed+=("$word")
@@ -78,7 +78,7 @@ done
 [[ -z $local_disk || $local_disk == /?* ]] || fail "--local_disk=$local_disk must be an absolute path, such as /mnt/nvme."
 : "${local_cache:=${local_disk:-/var/tmp}/hlat-compile-cache}"
 for pair in "--cache=$shared_cache" "--fill_cache=$fill_cache" "LOCAL_CACHE=$local_cache"; do
-  [[ ! ${pair#*=} =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "$pair is a URL; give a local folder."
+  [[ ! ${pair#*=} =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "$pair is a URL. Give a local folder."
 done
 
 is_address() {
@@ -102,21 +102,21 @@ from_slurm() {
   check_number SLURM_NNODES "$num_nodes" 1
   ((num_nodes == count)) || fail "SLURM_NNODES=$num_nodes, but SLURM_JOB_NODELIST names $count nodes."
   node=${SLURM_NODEID:-}
-  [[ -n $node ]] || fail "SLURM_NODEID is not set: start this script with srun, once per node."
+  [[ -n $node ]] || fail "SLURM_NODEID is not set. Start this script with srun, once per node."
   check_number SLURM_NODEID "$node" 0
   [[ ${SLURM_PROCID:-$node} == "$node" ]] ||
-    fail "SLURM_PROCID=$SLURM_PROCID on node $node: several tasks run on a node; use srun --ntasks-per-node=1."
+    fail "SLURM_PROCID=$SLURM_PROCID on node $node, as several tasks run on a node. Use srun --ntasks-per-node=1."
   [[ -n $coordinator ]] || coordinator=$(slurm_address "${nodes%%$'\n'*}")
 }
 
 from_open_mpi() {
   num_nodes=${OMPI_COMM_WORLD_SIZE:-}
   node=$OMPI_COMM_WORLD_RANK
-  [[ -n $num_nodes ]] || fail "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not: start this script with mpirun."
+  [[ -n $num_nodes ]] || fail "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not. Start this script with mpirun."
   check_number OMPI_COMM_WORLD_SIZE "$num_nodes" 1
   check_number OMPI_COMM_WORLD_RANK "$node" 0
   [[ -n $coordinator ]] || ((num_nodes == 1)) ||
-    fail "Open MPI gives no host of rank 0: give --coordinator=HOST of the first node."
+    fail "Open MPI gives no host of rank 0. Give --coordinator=HOST of the first node."
   unset OMPI_MCA_orte_hnp_uri # not needed: JAX and Neuron get the coordinator's address
 }
 
@@ -138,16 +138,16 @@ check_number --nodes "$num_nodes" 1
 check_number --node "$node" 0
 check_number --port "$port" 1
 [[ -z $cores ]] || check_number --cores "$cores" 1
-((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)): --nodes - 1."
-((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing: the host name of the first node, reachable from the others."
-((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters; Neuron takes 63: use its address."
+((node < num_nodes)) || fail "--node=$node must lie in 0 .. $((num_nodes - 1)) (--nodes - 1)."
+((num_nodes == 1)) || [[ -n $coordinator ]] || fail "--coordinator=HOST is missing. Give the host name of the first node, reachable from the others."
+((${#coordinator} <= 63)) || fail "--coordinator=$coordinator has ${#coordinator} characters, and Neuron takes 63. Use its address."
 
 has_neuron() { # DEV and SYS: other folders, for the tests
   [[ ",${JAX_PLATFORMS:-neuron}," == *,neuron,* ]] && compgen -G "${DEV:-/dev}/neuron[0-9]*" > /dev/null
 }
 if [[ -z $instance ]] && has_neuron; then
   instance=$(cat "${SYS:-/sys}/devices/virtual/dmi/id/product_name" 2> /dev/null || true)
-  [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type: give --instance=TYPE."
+  [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type. Give --instance=TYPE."
 fi
 
 as_root() { # runs a command as root; in a dry run prints it
@@ -170,7 +170,7 @@ mount_local_disk() {
   if [[ -z $device ]]; then
     mapfile -t disks < <(lsblk -dnpo NAME,MODEL | sed -n 's/ *Amazon EC2 NVMe Instance Storage *$//p')
     if ((${#disks[@]} == 0)); then
-      $dry_run || fail "--local_disk=$local_disk: this machine has no NVMe disk of an instance; leave the flag out."
+      $dry_run || fail "--local_disk=$local_disk: this machine has no NVMe disk of an instance. Leave the flag out."
       echo "# --local_disk=$local_disk: this machine has no NVMe disk of an instance"
       return 0
     fi
@@ -178,7 +178,7 @@ mount_local_disk() {
       found=$(lsblk -nrpo NAME,FSTYPE,MOUNTPOINT "$disk" | sed 's/ *$//')
       $dry_run || signature=$(as_root wipefs --noheadings "$disk") # which reads the disk itself, and erases nothing
       found+=${signature:+ $signature}
-      [[ $found == "$disk" ]] || fail "--local_disk=$local_disk: $disk is in use (${found//$'\n'/, }); mount or empty it yourself."
+      [[ $found == "$disk" ]] || fail "--local_disk=$local_disk: $disk is in use (${found//$'\n'/, }). Mount or empty it yourself."
     done
     device=${disks[0]}
     if ((${#disks[@]} > 1)); then

@@ -42,9 +42,9 @@ workdir=""
 for word in "$@"; do
   [[ $word != --workdir=* ]] || workdir=${word#*=}
 done
-[[ -n $workdir ]] || fail "--workdir=DIR is missing in the command: a folder that all nodes share."
+[[ -n $workdir ]] || fail "--workdir=DIR is missing in the command. Give a folder that all nodes share."
 [[ ! $workdir =~ ^file://(localhost)?(/.*)$ ]] || workdir=${BASH_REMATCH[2]}
-[[ ! $workdir =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "--workdir=$workdir is a URL; give a folder that all nodes share."
+[[ ! $workdir =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "--workdir=$workdir is a URL. Give a folder that all nodes share."
 
 newest_checkpoint() { # prints its step; unfinished checkpoints have other names
   local path step=0
@@ -85,7 +85,7 @@ end_when_frozen() { # pid of the command, alive.json before it began
     trap "" TERM # from here on the caller waits for this
     # for the ledger of the run; in the background, as the file system may hang
     printf '{"event": "killed", "time": %s}\n' "$(date +%s.%N)" 2> /dev/null >> "$workdir/events.jsonl" &
-    echo "error: $workdir/alive.json has not changed for $idle s: the command is frozen, and is ended." >&2
+    echo "error: $workdir/alive.json has not changed for $idle s, so the frozen command is ended." >&2
     kill -TERM -- "-$1" 2> /dev/null
     for ((left = stale_s < 10 ? stale_s : 10; left > 0; left--)); do
       sleep 1
@@ -110,8 +110,8 @@ is_failure() { # exit code
 
 end() { # exit code, after a signal
   if [[ $stopped == USR1 && -n $requeue ]] && is_failure "$1"; then
-    echo "exit code $1; job $requeue is put back into the queue, to resume from step $(newest_checkpoint)" >&2
-    scontrol requeue "$requeue" || echo "error: Slurm does not requeue job $requeue; submit it again to resume." >&2
+    echo "exit code $1, job $requeue is requeued to resume from step $(newest_checkpoint)" >&2
+    scontrol requeue "$requeue" || echo "error: Slurm does not requeue job $requeue. Submit it again to resume." >&2
   fi
   exit "$1"
 }
@@ -135,7 +135,7 @@ else
   counted=$(cat "$workdir/.restarts" 2> /dev/null)
   [[ ! $counted =~ ^(0|[1-9][0-9]{0,17})\ [0-9]{1,6}$ ]] || read -r step restarts <<< "$counted"
   if ! count_restart; then
-    echo "error: requeued after $restarts restarts without a new checkpoint after step $step; not tried again." >&2
+    echo "error: requeued after $restarts restarts without a new checkpoint after step $step, so it stops." >&2
     exit 1
   fi
 fi
@@ -165,10 +165,10 @@ while true; do
   [[ -z $stopped ]] || end "$code"
   is_failure "$code" || exit "$code"
   if ! count_restart; then
-    echo "error: exit code $code after $restarts restarts without a new checkpoint after step $step; not tried again." >&2
+    echo "error: exit code $code after $restarts restarts without a new checkpoint after step $step, so it stops." >&2
     exit "$code"
   fi
-  echo "exit code $code; restart $restarts of $max_restarts, from step $step, in $wait_s s" >&2
+  echo "exit code $code, restart $restarts of $max_restarts, from step $step, in $wait_s s" >&2
   sleep "$wait_s" &
   child=$!
   wait "$child"

@@ -6,11 +6,10 @@ python tools/prose.py --check [PATH...]    # fails above the limits, and names e
 A reader decides, this script reminds: CONTRIBUTING.md has the rules and what to write instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import collections
+import itertools
 import pathlib
 import re
 import sys
@@ -20,6 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GENERATED = {"config.md", "commands.md"}  # their sentences are counted where they are written
 EXEMPT = {"CHANGELOG.md"}
 MAX_WORDS, MAX_MEAN = 25, 17  # of a sentence
+SENTENCE_ENDS = r"(?<=[.!?:])\)?\s+(?=[A-Z\d\"(])"
+Parts = list[tuple[int, str]]  # line and paragraph
 
 # habit -> (pattern, occurrences in 1,000 words that are allowed: twice the rate of torchtitan's pages, at least 0.3)
 HABITS = {
@@ -50,19 +51,18 @@ def page(path: pathlib.Path) -> Iterator[tuple[int, str]]:
             held.append(re.sub(r"^\s*(?:[-*]|\d+\.) ", "", line).strip())
 
 
-def module(path: pathlib.Path) -> dict[str, list[tuple[int, str]]]:
+def module(path: pathlib.Path) -> dict[str, Parts]:
     """Returns the prose of a module by kind: docstrings of public names, messages, meanings of config keys."""
-    tree, found = ast.parse(path.read_text()), collections.defaultdict(list)
-    for node in ast.walk(tree):
+    found = collections.defaultdict(list)
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
             found["docstrings"] += docstring(node) if not getattr(node, "name", "").startswith("_") else []
         call = node.exc if isinstance(node, ast.Raise) else node
-        if isinstance(call, ast.Call) and (
-            call is not node or getattr(call.func, "id", "") in ("print", "_key", "say")
-        ):
-            kind = "config keys" if getattr(call.func, "id", "") == "_key" else "messages"
-            parts = [*call.args, *(word.value for word in call.keywords)]
-            found[kind] += [(node.lineno, text) for part in parts if len((text := message(part)).split()) >= 4]
+        name = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
+        if name in ("print", "_key", "say") or (isinstance(node, ast.Raise) and isinstance(call, ast.Call)):
+            texts = (message(part) for part in [*call.args, *(word.value for word in call.keywords)])
+            kind = "config keys" if name == "_key" else "messages"
+            found[kind] += [(node.lineno, text) for text in texts if len(text.split()) >= 4]
     return found
 
 
@@ -84,10 +84,8 @@ def message(node: ast.expr) -> str:
     """Returns the words of a string in the code, an X for each value in it, without colons before a value or a line."""
     if isinstance(node, ast.BinOp):
         return f"{message(node.left)} {message(node.right)}".strip()
-    if isinstance(node, ast.JoinedStr):
-        text = "".join("X" if isinstance(part, ast.FormattedValue) else part.value for part in node.values)
-    else:
-        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+    text = "".join("X" if isinstance(part, ast.FormattedValue) else str(part.value) for part in parts)
     return " ".join(re.sub(r":(?= X|\s*\n)", "", text).split())
 
 
@@ -98,29 +96,22 @@ def plain(paragraph: str) -> str:
     return re.sub(r"[*_]{2}|<[^>]*>", "", re.sub(r"\]\([^)]*\)", "", text).replace("[", ""))
 
 
-def sentences(text: str) -> list[str]:
-    return [part for part in re.split(r"(?<=[.!?:])\)?\s+(?=[A-Z\d\"(])", text) if len(part.split()) > 2]
+def count(files: dict[str, Parts]) -> tuple[dict[str, float], list[str]]:
+    """Returns the rate of each habit in 1,000 words and the words of sentences, and the places, "file:line habit"."""
+    texts = [(f"{name}:{line}", plain(text)) for name, parts in files.items() for line, text in parts]
+    found = {
+        habit: [f"{where} {habit}" for where, text in texts for _ in re.findall(pattern, text)]
+        for habit, (pattern, _) in HABITS.items()
+    }
+    sentences = [(where, sentence) for where, text in texts for sentence in re.split(SENTENCE_ENDS, text)]
+    sized = [(len(text.split()), where, text) for where, text in sentences if len(text.split()) > 2]
+    long = [f"{where} {size} words: {text[:70]}..." for size, where, text in sized if size > MAX_WORDS]
+    words, mean = sum(len(text.split()) for _, text in texts), sum(size for size, *_ in sized) / max(len(sized), 1)
+    rates = {habit: 1000 * len(places) / max(words, 1) for habit, places in found.items()}
+    return rates | {"words": words, "mean": mean, "long": len(long)}, [*itertools.chain(*found.values()), *long]
 
 
-def count(files: dict[str, list[tuple[int, str]]], places: list[str]) -> dict[str, float]:
-    """Returns the rate of each habit in 1,000 words and the words of sentences; adds "file:line habit" to `places`."""
-    found, words, lengths = collections.Counter(), 0, []
-    for where, text in ((f"{name}:{line}", plain(text)) for name, parts in files.items() for line, text in parts):
-        words += len(text.split())
-        for habit, (pattern, _) in HABITS.items():
-            hits = len(re.findall(pattern, text))
-            found[habit] += hits
-            places += [f"{where} {habit}"] * hits
-        for sentence in sentences(text):
-            lengths.append(len(sentence.split()))
-            if lengths[-1] > MAX_WORDS:
-                places.append(f"{where} {lengths[-1]} words: {sentence[:70]}...")
-    rates = {habit: 1000 * found[habit] / max(words, 1) for habit in HABITS}
-    long = sum(length > MAX_WORDS for length in lengths)
-    return rates | {"words": words, "mean": sum(lengths) / max(len(lengths), 1), "long": long}
-
-
-def read(paths: Iterable[pathlib.Path]) -> dict[str, dict[str, list[tuple[int, str]]]]:
+def read(paths: Iterable[pathlib.Path]) -> dict[str, dict[str, Parts]]:
     """Returns kind of prose -> file -> its paragraphs."""
     kinds: dict[str, dict] = collections.defaultdict(dict)
     for path in paths:
@@ -129,16 +120,14 @@ def read(paths: Iterable[pathlib.Path]) -> dict[str, dict[str, list[tuple[int, s
     return kinds
 
 
-def verdict(name: str, files: dict[str, list[tuple[int, str]]]) -> list[str]:
-    """Returns what is above the limits in `files` together, then the places; nothing if they are within the limits."""
-    places: list[str] = []
-    rates = count(files, places)
+def judge(name: str, files: dict[str, Parts]) -> list[str]:
+    """Returns what is above the limits in `files` together, and its places; nothing if all is within the limits."""
+    rates, places = count(files)
     # one occurrence in a short page is no habit
     over = [h for h, (_, limit) in HABITS.items() if rates[h] > limit and rates[h] * rates["words"] > 1500]
-    if not over and not rates["long"] and rates["mean"] <= MAX_MEAN:
-        return []
-    named = [place for place in places if not place.endswith("semicolon, colon") or "semicolon, colon" in over]
-    return [f"{name}: {', '.join(over)}; mean {rates['mean']:.1f} words", *named]
+    is_within = not over and not rates["long"] and rates["mean"] <= MAX_MEAN
+    named = [place for place in places if place.endswith((*over, "..."))]
+    return [] if is_within else [f"{name}: {', '.join(over)}; mean {rates['mean']:.1f} words", *named]
 
 
 def main() -> int:
@@ -148,17 +137,17 @@ def main() -> int:
     pages = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").glob("*.md") if p.name not in GENERATED)]
     package = [*(ROOT / "hlat_jax").rglob("*.py")]
     if options.check is None:
-        rows = {kind: count(files, []) for kind, files in read([*pages, *package]).items()}
+        rows = {kind: count(files)[0] for kind, files in read([*pages, *package]).items()}
+        limits = {habit: limit for habit, (_, limit) in HABITS.items()} | {"words": "", "mean": MAX_MEAN, "long": 0}
         print(f"{'':28}" + "".join(f"{kind:>13}" for kind in rows) + f"{'limit':>8}")
-        for habit in (*HABITS, "words", "mean", "long"):
-            limit = HABITS[habit][1] if habit in HABITS else {"mean": MAX_MEAN, "long": 0}.get(habit, "")
-            print(f"{habit:28}" + "".join(f"{row[habit]:13,.2f}" for row in rows.values()) + f"{limit:>8}")
+        for name, limit in limits.items():
+            print(f"{name:28}" + "".join(f"{row[name]:13,.2f}" for row in rows.values()) + f"{limit:>8}")
         return 0
     # a page or a file that was named has a verdict of its own; the package has one for each kind
     single = [p.resolve() for p in options.check] or [p for p in pages if p.name not in EXEMPT]
     judged = [(name, {name: parts}) for files in read(single).values() for name, parts in files.items()]
     judged += [] if options.check else [(f"{kind} of the package", files) for kind, files in read(package).items()]
-    failed = [line for name, files in judged for line in verdict(name, files)]
+    failed = [line for name, files in judged for line in judge(name, files)]
     print("\n".join(failed) or f"{len(judged)} texts within the limits")
     return bool(failed)
 

@@ -14,7 +14,7 @@ from hlat_jax.facts.names import nearest
 USAGE = """Usage: hlat launch [FILE | --out=FOLDER]
 
 Lists the files that start a job on several nodes, by hand, under Slurm or on EKS. With FILE, such as node.sh, prints
-that file; with --out, copies all of them.
+that file. With --out, copies all of them.
 """
 
 
@@ -56,7 +56,7 @@ def _copy(files: dict[str, pathlib.Path], out: str) -> None:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags_lib.define_path(values, "out", "New folder for the files; the examples in them name launch.", use="write")
+    flags_lib.define_path(values, "out", "New folder for the files. The examples in them name launch.", use="write")
 
 
 if __name__ == "__main__":

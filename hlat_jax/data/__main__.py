@@ -15,7 +15,7 @@ from hlat_jax.store.progress import show_progress
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
-  build IN... --out=DIR [--tokenizer=MODEL]      converts text to a dataset of shards: texts or token ids
+  build IN... --out=DIR [--tokenizer=MODEL]      converts text to a dataset of shards of texts or token ids
   tokenizer IN... --vocab_size=N --out=F.model   trains a SentencePiece tokenizer
   stats --config=NAME                            counts documents, bytes, tokens and epochs of a config's data
   peek --config=NAME --step=N [--row=R]          prints the text that a step trains on
@@ -27,15 +27,15 @@ Run VERB --help for details.
 
 _BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]
 
-Writes the documents of IN, in order, as ArrayRecord shards with a manifest; data.train=DIR then trains on them. With
+Writes the documents of IN, in order, as ArrayRecord shards with a manifest. data.train=DIR then trains on them. With
 --tokenizer they are stored as token ids, so that training does not tokenize them again. After a kill, run the same
 command again to resume. The same inputs give the same bytes with any number of --workers.
 """
 
 _TOKENIZER = """Usage: python -m hlat_jax.data tokenizer IN... --vocab_size=N --out=F.model [flags]
 
-Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. It is lossless: decoding returns the text that was
-encoded. Ids: unk 0, bos 1, eos 2.
+Trains a SentencePiece model (BPE, byte fallback) on a sample of IN. The model is lossless, so decoding returns the
+encoded text. The ids of unk, bos and eos are 0, 1 and 2.
 """
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
-    return flags_lib.parse_inputs(argv, values, usage=usage, missing="no inputs; name files, folders or globs of text.")
+    return flags_lib.parse_inputs(argv, values, usage=usage, missing="no inputs. Give files, folders or globs of text.")
 
 
 def _define_reading(values: flags.FlagValues) -> None:
@@ -61,14 +61,14 @@ def _define_reading(values: flags.FlagValues) -> None:
 def _build(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags_lib.define_path(values, "out", "Folder to write.", use="write")
-    flags_lib.define_path(values, "tokenizer", "SentencePiece model; stores token ids. Empty: text.")
+    flags_lib.define_path(values, "tokenizer", "SentencePiece model, to store token ids. Empty stores text.")
     about = "As data.max_document_chars, with --tokenizer."
     flags.DEFINE_integer("max_document_chars", 500_000, about, 1, flag_values=values)
     flags.DEFINE_bool("prepend_bos", False, "As data.prepend_bos, with --tokenizer.", flag_values=values)
-    about = "As data.batch_size: fewer .txt and .md files are cut at paragraphs."
+    about = "As data.batch_size. Fewer .txt and .md files are cut at paragraphs."
     flags.DEFINE_integer("batch_size", DataConfig.batch_size, about, 1, flag_values=values)
     flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
-    flags.DEFINE_integer("workers", 0, "Threads that tokenize; 0: one for each core.", 0, flag_values=values)
+    flags.DEFINE_integer("workers", 0, "Threads that tokenize. 0 means one for each core.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
     from hlat_jax.data.build import build  # not at the top: --help does not need the readers
@@ -110,7 +110,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
 
 def _stats(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
-        about = "Text to tokenize of each source, in 10**6 bytes; 0: all."
+        about = "Text to tokenize of each source, in 10**6 bytes. 0 means all."
         flags.DEFINE_integer("sample_mb", 16, about, 0, flag_values=values)
 
     config, values = _parse_config(argv, define)
@@ -124,9 +124,9 @@ def _stats(argv: Sequence[str]) -> int:
 
 def _peek(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
-        flags.DEFINE_integer("step", None, "The step, at least 1, whose batch is shown.", flag_values=values)
+        flags.DEFINE_integer("step", None, "Show the batch of this step, at least 1.", flag_values=values)
         flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
-        flags_lib.define_path(values, "workdir", "Run folder; default runs/NAME.")
+        flags_lib.define_path(values, "workdir", "Run folder, by default runs/NAME.")
 
     config, values = _parse_config(argv, define)
     if values.step is None or values.step < 1:

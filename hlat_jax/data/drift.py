@@ -22,8 +22,8 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
         before, now = ((settings.get(key) or {}).get("chat_template") for settings in (saved, current))
         if before not in (None, now):
             lines.append(
-                f"{name}: the chat template beside data.tokenizer, or a control token, changed since the checkpoint; "
-                "the folder tokenizer/ of the run has the files of its training"
+                f"{name}: the chat template of data.tokenizer, or a control token, changed since the checkpoint. "
+                "The folder tokenizer/ of the run has the files of its training"
             )
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
@@ -41,13 +41,13 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
         lines.append(
             f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
-            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
+            f"held out of data.train. Give --config.data.validation={shlex.quote(before['validation'])}"
         )
     if before["mixture"] != now["mixture"]:
         stages = [first_stages_of(data, num_batches=num_batches) for data in (before, now)]
         if stages[0] != stages[1]:
             lines.append(
                 f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before "
-                f"step {num_batches + 1:,}; only stages that start after it may change"
+                f"step {num_batches + 1:,}. Only stages that start after it may change"
             )
     return lines

@@ -88,8 +88,8 @@ def open_held_out(
     """Returns the held-out batches of each source of `data.validation`, and the manifest, or ({}, None) without any.
 
     The documents of a source, in order, are packed into rows as in training, to the end of the text. If there are more
-    than `num_batches` batches, evenly spaced rows are used, so that all parts of the text are represented. If a source
-    holds more than READ_TOKENS (or twice the sample), they come from evenly spread documents of at least that size.
+    than `num_batches` * `data.batch_size` rows, as many evenly spaced rows are used, with a part of each document. If a
+    source holds more than READ_TOKENS (or twice the sample), they come from evenly spread documents of that total.
 
     The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
 

@@ -14,10 +14,10 @@ _LOCAL = re.compile(r"file://(localhost(?=/)|(?=[/~]))", re.IGNORECASE)  # what 
 # s3://, simplecache::s3://, s3:/ as pathlib folds it, and HOST@tcp:/ of Lustre; not C:/
 _URL = re.compile(r"[^/]*://|\s*([a-z][a-z0-9+.-]*::)*[a-z0-9][a-z0-9+.@-]+:/", re.IGNORECASE)
 _WHY = {
-    "read": "only local paths are read here. Copy it to one first",
-    "write": "only local paths are written here. Copy the result afterwards",
-    "run": "give a folder on a file system that all nodes see, such as FSx for Lustre. Mountpoint for S3 is not "
-    "enough: a run renames and locks files. Copy the run afterwards",
+    "read": "Only local paths are read here, so copy it to one first",
+    "write": "Only local paths are written here, so copy the result afterwards",
+    "run": "Give a folder on a file system that all nodes see, such as FSx for Lustre (not Mountpoint for S3, as a run "
+    "renames and locks files), and copy the run afterwards",
 }
 
 
@@ -39,8 +39,8 @@ def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") ->
     copy = _copy_command(text, is_source=use == "read")
     kind = "is a URL"
     if "://" not in text and copy == ".":  # lustre:/, or the name of a host before :/
-        kind += ", or an export that a node mounts: give the folder of the mount"
-    raise ValueError(f"{asked} {kind}; {_WHY[use]}{copy}")
+        kind += ", or an export that a node mounts (give the folder of the mount)"
+    raise ValueError(f"{asked} {kind}. {_WHY[use]}{copy}")
 
 
 def local_path(path: str | os.PathLike, *, key: str = "", use: str = "read") -> pathlib.Path:
@@ -49,11 +49,11 @@ def local_path(path: str | os.PathLike, *, key: str = "", use: str = "read") -> 
 
 
 def _copy_command(url: str, *, is_source: bool) -> str:
-    """Returns ": aws s3 cp ..." for a URL of S3, else "."."""
+    """Returns a colon and the command "aws s3 cp ..." for a URL of S3, else "."."""
     match = re.match(r"\s*s3:/+(.*?)(@\d+)?\s*$", url, re.IGNORECASE | re.DOTALL)  # RUN@STEP of train.branch_from
     if match is None:
         return "."
     bucket = shlex.quote(f"s3://{match[1]}")
     is_file = not match[1].endswith("/") and pathlib.PurePosixPath(match[1]).suffix[1:].isalpha()
     local, flag = ("FILE", "") if is_file else ("FOLDER", "--recursive ")
-    return f": aws s3 cp {flag}{bucket} {local}" if is_source else f": aws s3 cp {flag}{local} {bucket}"
+    return f":\n  aws s3 cp {flag}{bucket} {local}" if is_source else f":\n  aws s3 cp {flag}{local} {bucket}"

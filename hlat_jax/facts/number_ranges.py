@@ -17,8 +17,8 @@ def parse_ranges(path: str, text: str, *, example: str) -> tuple[range, ...]:
         first, last = map(int, match.groups()) if match else (0, 0)
         if not max(ranges[-1].stop if ranges else 1, 1) <= first <= last:
             raise ValueError(
-                f"{path}={text!r}: {part!r} must be FIRST:LAST with 1 <= FIRST <= LAST, after the previous range. "
-                f"Write it like {example}."
+                f"{path}={text!r}: {part!r} must be FIRST:LAST, such as {example}. It needs 1 <= FIRST <= LAST, and "
+                "comes after the previous range."
             )
         joined = bool(ranges) and ranges[-1].stop == first
         ranges[-1 if joined else len(ranges) :] = [range(ranges[-1].start if joined else first, last + 1)]

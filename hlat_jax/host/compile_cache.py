@@ -146,9 +146,9 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 def describe(folder: str | None, *, platform: str) -> str:
     """Returns the text that a start prints about the folder of JAX's compilation cache, if there is one."""
     if not folder and platform == "neuron" and (compilers := os.environ.get("NEURON_COMPILE_CACHE_URL")):
-        return f"neuronx-cc's alone, {compilers}"
+        return f"only neuronx-cc's, {compilers}"
     if not folder:  # a CPU compiles in seconds
-        return "none" + f"; with {FOLDER}=FOLDER the next start does not compile again" * (platform != "cpu")
+        return "none" + f" (with {FOLDER}=FOLDER the next start does not compile again)" * (platform != "cpu")
     home = os.path.expanduser("~")
     return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
 

@@ -352,7 +352,7 @@ class _Watch:
         named = " and ".join(map(str, silent))
         line = (
             f"process{'es' if len(silent) > 1 else ''} {named} of {self._job.num_processes} sent no heartbeat for "
-            f"{self._job.peer_timeout_s} s (--peer_timeout_s): killed, or without a network. All processes end; run "
+            f"{self._job.peer_timeout_s} s (--peer_timeout_s), as it was killed or lost the network, so all end. Run "
             "the same command to resume from the last checkpoint."
         )
         silent_s = max(now - since for _, since in last_seen.values())

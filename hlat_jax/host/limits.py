@@ -45,7 +45,7 @@ def too_many_files(code: int | None) -> str:
     if code != errno.EMFILE:
         return ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"; the limit of open files is {soft:,}: raise it with ulimit -n {4 * soft}"
+    return f" (raise the limit of {soft:,} open files with ulimit -n {4 * soft})"
 
 
 def _soft_limit(kind: int) -> list[int]:

@@ -119,6 +119,6 @@ def compiler_killed(text: str) -> str:
     if not re.search(COMPILER_KILLED, text):
         return ""
     return (
-        "neuronx-cc was killed, as a rule because the host has too little memory (F137, exit code -9): compile on a "
+        "neuronx-cc was killed, as a rule because the host has too little memory (F137, exit code -9). Compile on a "
         "host with more, or a smaller program"
     )

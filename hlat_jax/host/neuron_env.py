@@ -152,7 +152,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     if not is_late:
         neuron_start.clear_way(os.environ, topology, machine, say=functools.partial(print, file=sys.stderr, flush=True))
     if not shutil.which(COMPILER):
-        notes.append(f"{COMPILER} is not installed beside {sys.executable}: choose the Python or kernel that has it")
+        notes.append(f"{COMPILER} is not installed next to {sys.executable}. Choose the Python or kernel that has it")
     return "\n".join((f"environment: set for {instance}", *notes))
 
 

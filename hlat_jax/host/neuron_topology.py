@@ -60,7 +60,7 @@ class Machine:
     Attributes:
       devices: the folder in which the driver creates neuron0, neuron1, ..., one per chip.
       product_name: the file in which EC2 writes the instance type.
-      driver: the file with the version of the loaded driver, which is the host's, and the old one until a restart.
+      driver: the file with the version of the loaded driver, in a container the host's, and old until a restart.
     """
 
     devices: pathlib.Path = pathlib.Path("/dev")

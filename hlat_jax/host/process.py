@@ -109,7 +109,7 @@ class _LossyOutput(io.RawIOBase):
                 select.select([], [self._descriptor], [])
             except OSError as error:
                 if self._name:
-                    _say(f"{self._name} cannot be written: {error.strerror}; the run continues and records its rows")
+                    _say(f"{self._name} cannot be written ({error.strerror}). The run continues and records its rows")
                     self._name = ""
                 return len(data)
 
@@ -349,14 +349,14 @@ class StopSignals:
             return
         elif self.name:
             last = "run the same command to resume from the last checkpoint, or to start again without one"
-            self._stop(f"interrupted; {last}")
+            self._stop(f"interrupted, {last}")
         elif self._alone and not self.unfinished:
             last = f"the last checkpoint is step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
-            self._stop(f"interrupted while {self.doing}: nothing to save; {last}")
+            self._stop(f"interrupted while {self.doing} with nothing to save, and {last}")
         else:
             self.name = "SIGINT"
-            what = f": finishing {self.unfinished}" if self.unfinished else f" while {self.doing}: all processes stop"
-            _say(f"interrupted{what}; press Ctrl-C again to stop at once")
+            what = f", finishing {self.unfinished}" if self.unfinished else f" while {self.doing}, all processes stop"
+            _say(f"interrupted{what}. Press Ctrl-C again to stop at once")
 
     def _stop(self, line: str) -> NoReturn:
         if self._is_in_a_command():

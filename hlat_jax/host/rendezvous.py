@@ -1,4 +1,4 @@
-"""Lets the processes of a job meet before JAX joins them, as JAX aborts all of them for one from another job.
+"""Lets the processes of a job meet before JAX joins them, as JAX aborts all for one too many or from another job.
 
 Process 0 listens on the coordinator's port until the others have reported, and answers all at once. Then JAX's
 coordination service takes the port over. A later process, or one that finds another program there, gets no answer.
@@ -98,8 +98,8 @@ def _admit(connection: socket.socket, met: dict[int, tuple[socket.socket, str]],
         )
     if index in met and not _has_left(met[index][0]):
         _refuse(
-            f"two processes have --process_id={index}: on {met[index][1]} and on {place}. Give each one of its own, or "
-            "end what is left of an earlier job.",
+            f"two processes have --process_id={index}, on {met[index][1]} and on {place}. Give each another one, or "
+            "end the processes of an earlier job.",
             [connection, *(each for each, _ in met.values())],
             code=1,
         )

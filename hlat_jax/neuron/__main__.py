@@ -25,7 +25,7 @@ VERBS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs one verb, and returns its exit code."""
-    usage = "Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n"
+    usage = "Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]. VERB --help lists its flags.\n"
     usage += "".join(f"\n  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items())
     verb = flags_lib.choose_verb(argv, VERBS, usage=usage)
     return importlib.import_module(VERBS[verb][0]).main(argv[1:])

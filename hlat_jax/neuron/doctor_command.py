@@ -77,5 +77,5 @@ def _prepare(
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags_lib.define_path(values, "json", "Also write the report to this file.", use="write")
-    flags.DEFINE_string("instance", "", "Trainium instance type; default: detected.", **options)
-    flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)
+    flags.DEFINE_string("instance", "", "Trainium instance type, by default detected.", **options)
+    flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check. 0 means all.", **options)

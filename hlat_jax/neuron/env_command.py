@@ -50,10 +50,10 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the other nodes.", **options)
     flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator on rank 0.", **options)
     flags.DEFINE_integer(
-        "lnc", 0, "Physical cores per JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
+        "lnc", 0, "Physical cores per JAX device. 0 means NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
     )
-    flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses; 0: all.", **options)
+    flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses. 0 means all.", **options)
     about = "Folder for compiled programs on the node's local disk."
     flags_lib.define_path(values, "cache", about, default=CACHE, use="write")
-    about = "Folder for JAX's profile of the devices; empty: none is taken."
+    about = "Folder for JAX's profile of the devices. Empty means none."
     flags_lib.define_path(values, "profile", about, use="write")

@@ -123,8 +123,8 @@ def _write_modules(
 
 def _define(values: flags.FlagValues) -> None:
     define_programs(values)
-    about = "Folder for the modules and compile.sh; by default nothing is written."
+    about = "Folder for the modules and compile.sh. By default nothing is written."
     flags_lib.define_path(values, "out", about, use="write")
-    about = "Run folder whose last programs to compare with; default runs/NAME."
+    about = "Run folder with the last programs to compare, by default runs/NAME."
     flags_lib.define_path(values, "workdir", about)
     flags.DEFINE_integer("max_devices", 64, "Most devices to partition for.", 1, 2048, flag_values=values)

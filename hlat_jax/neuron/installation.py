@@ -100,14 +100,14 @@ def compiler_cache(environ: Mapping[str, str], *, processes: pathlib.Path = neur
 def former_run(machine: Machine, *, port: int, processes: pathlib.Path = neuron_start.PROCESSES) -> Outcome:
     """Checks that no process of a former run holds the devices, or the port of the collectives."""
     if obstacle := neuron_start.find_obstacle(machine, port, processes=processes):
-        return Outcome(FAILED, obstacle, "end that process; the kernel keeps a port for 60 s after its last connection")
+        return Outcome(FAILED, obstacle, "end that process (a port stays taken for 60 s after its last connection)")
     return Outcome(PASSED, "no process that this user can see holds NeuronCores, and the port is free")
 
 
 def jax_cache(environ: Mapping[str, str]) -> Outcome:
     """Checks JAX's cache with two processes. Raises RuntimeError if a program fails also without it."""
     if fault := compile_cache.fault_of_cache(environ):
-        advice = "nothing for a run, which leaves JAX's cache out; for other code unset JAX_COMPILATION_CACHE_DIR"
+        advice = "nothing for a run, which leaves JAX's cache out, but for other code unset JAX_COMPILATION_CACHE_DIR"
         return Outcome(FAILED, f"JAX's cache fails: {fault}", advice)
     return Outcome(PASSED, "one process wrote a program, a second one read it")
 

@@ -221,7 +221,7 @@ def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str, level
         "  ((code == 0)) || {",
         '    tail -n 20 "$log" >&2',
         f'    ! grep -Eq {shlex.quote(COMPILER_KILLED)} "$log" || echo "{compiler_killed("F137")}" >&2',
-        f'    echo "error: rung $number of {total} ($sizes) ended with code $code; its output is in $log" >&2',
+        f'    echo "error: rung $number of {total} ($sizes) ended with code $code, with its output in $log" >&2',
         "    exit 1",
         "  }",
         "}",

@@ -107,6 +107,6 @@ def _text(index: int, row: dict[str, Any], limits: tuple[int, int], nodes: int) 
 def _define(values: flags.FlagValues) -> None:
     kinds = ", ".join(INSTANCES)
     flags.DEFINE_string("instance", "trn1.32xlarge", f"Instance type of every node: {kinds}.", flag_values=values)
-    flags.DEFINE_integer("nodes", 0, "Nodes of the whole; 0: the recipe's.", 0, flag_values=values)
+    flags.DEFINE_integer("nodes", 0, "Nodes of the whole. 0 means the recipe's.", 0, flag_values=values)
     flags_lib.define_path(values, "script", "Write a script that runs the rungs in turn to this file.", use="write")
     flags_lib.define_path(values, "json", "Also write the rungs to this file.", use="write")

@@ -64,7 +64,7 @@ def define_programs(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance of the programs.", **options)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "One program, or all.", **options)
-    flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, **options)
+    flags.DEFINE_integer("devices", 0, "Number of devices in the mesh. 0 means the recipe's.", 0, **options)
 
 
 def _define(values: flags.FlagValues) -> None:

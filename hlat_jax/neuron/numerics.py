@@ -35,7 +35,7 @@ def check(name: str, *, run: Callable[..., dict[str, Any]] | None = None) -> Out
         if not (np.abs(got - want) <= tolerance * np.abs(want) + 1e-6).all():
             wrong.append(part)
     if wrong:
-        return Outcome(FAILED, f"wrong: {', '.join(wrong)}", "do not train on this machine; see docs/neuron-doctor.md")
+        return Outcome(FAILED, f"wrong: {', '.join(wrong)}", "do not train on this machine, see docs/neuron-doctor.md")
     return Outcome(PASSED, f"{', '.join(expected)}: right")
 
 

@@ -205,7 +205,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
             yield "DN01", f"argument {named[1] if named else ir.BlockArgument(value).arg_number} {whole}", main
     total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
     if max(argument_bytes, total) > hardware.DEVICES[target].program_bytes:
-        yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
+        yield "MEM1", f"arguments and results already need {format_bytes(max(argument_bytes, total))} per device", main
 
 
 def num_shards(program: Program) -> float:

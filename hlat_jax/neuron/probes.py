@@ -69,11 +69,11 @@ def devices(present: Sequence[Any], *, platform: str, count: int) -> Outcome:
     seen = f"{len(present)} x {names or 'nothing'}"
     advice = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
     if not present or (platform and any(device.platform != platform for device in present)):
-        return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", advice)
+        return Outcome(FAILED, f"{seen}, expected platform {platform or 'any'}", advice)
     if len(kinds) > 1:
         return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
     if count and len(present) != count:
-        return Outcome(FAILED, f"{seen}; the instance has {count}", advice)
+        return Outcome(FAILED, f"{seen}, but the instance has {count}", advice)
     if kinds[0][0] == "neuron" and hardware.device(kinds[0][1]) is None:
         return Outcome(FAILED, f"{seen}: a kind that is not in hardware.DEVICES", "add its memory and speed there")
     return Outcome(PASSED, seen)
@@ -83,7 +83,7 @@ def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outc
     """Checks `draw(seed)`, which returns (uniform numbers in [0, 1), normal numbers), arrays of one size."""
     (uniform, normal), again, (other, other_normal) = draw(1), draw(1), draw(2)
     if not np.array_equal(uniform, again[0]) or not np.array_equal(normal, again[1]):
-        return Outcome(FAILED, "one seed gave two draws", "runs are not reproducible: set JAX_DEFAULT_PRNG_IMPL=rbg")
+        return Outcome(FAILED, "one seed gave two draws", "set JAX_DEFAULT_PRNG_IMPL=rbg, as runs are not reproducible")
     n = uniform.size
     half = n // 2
     u, z = uniform.astype(np.float64), normal.astype(np.float64)
@@ -102,7 +102,7 @@ def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outc
     if not (u.min() >= 0 and u.max() < 1):
         wrong.append(f"uniform numbers from {u.min():.3g} to {u.max():.3g}")
     if wrong:
-        return Outcome(FAILED, "; ".join(wrong), "draw none in code of your own, and report this to the Neuron team")
+        return Outcome(FAILED, "; ".join(wrong), "draw none in your own code, and report this to the Neuron team")
     return Outcome(PASSED, f"mean, variance, fourth moment and correlations of {n:,} numbers within {_SIGMAS:g} sigma")
 
 
@@ -127,7 +127,7 @@ def matmul_accumulation(multiply: Callable[[np.ndarray, np.ndarray, str], np.nda
     if wrong:
         advice = "keep --enable-mixed-precision-accumulation and --auto-cast=none in NEURON_CC_FLAGS"
         return Outcome(FAILED, "; ".join(wrong), advice)
-    return Outcome(PASSED, f"sums of {k:,} products accumulate in fp32; error {shares['float32']:.2f} of the bound")
+    return Outcome(PASSED, f"sums of {k:,} products accumulate in fp32, error {shares['float32']:.2f} of the bound")
 
 
 def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outcome:
@@ -161,7 +161,7 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
     if mode == expected:
         return Outcome(PASSED, measured)
     advice = "before Python starts, set NEURON_RT_STOCHASTIC_ROUNDING_EN as printed by `python -m hlat_jax.neuron env`"
-    return Outcome(FAILED, f"{measured}; the config needs {expected}", advice)
+    return Outcome(FAILED, f"{measured}, but the config needs {expected}", advice)
 
 
 def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, permutes: bool = False) -> Outcome:

@@ -59,7 +59,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("nodes", 1, "Number of nodes.", 1, flag_values=values)
     flags_lib.define_path(values, "json", "Also write the plan to this file.", use="write")
     flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
-    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: unknown.", 0, flag_values=values)
+    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node. 0 means unknown.", 0, flag_values=values)
     flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)
 
 

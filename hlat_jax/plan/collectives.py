@@ -1,7 +1,7 @@
 """Finds kind, mesh axes, bytes and executions of the collectives of a traced program without compiling it.
 
 The collectives of forward, backward and ZeRO are written explicitly inside `shard_map`. So the trace has all of them,
-at the dtypes of the target. A partitioner adds only the scalars of two global norms. Tests compare compiled programs.
+at the target's dtypes. A partitioner adds only the scalars of two global norms. Tests compare compiled programs.
 """
 
 from __future__ import annotations

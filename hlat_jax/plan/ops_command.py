@@ -49,7 +49,7 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
 
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    about = "Virtual devices of this platform; default: the devices of this machine."
+    about = "Virtual devices of this platform, by default the devices of this machine."
     flags.DEFINE_enum("platform", None, _PLATFORMS, about, **options)
-    about = "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine."
+    about = "Number of virtual devices. 0 means as few as the degrees allow, or without --platform this machine's."
     flags.DEFINE_integer("devices", 0, about, 0, **options)

@@ -47,7 +47,7 @@ class Report:
         memory = self.memory
         lines.append(
             f"bytes            {memory.argument_size_in_bytes:,} of arguments, {memory.alias_size_in_bytes:,} of them "
-            f"reused for results; {memory.temp_size_in_bytes:,} of temporaries, {self.predicted_bytes:,} predicted"
+            f"reused for results, {memory.temp_size_in_bytes:,} of temporaries, {self.predicted_bytes:,} predicted"
         )
         return "\n".join([*lines, f"compiled in      {self.compile_s:.1f} s"])
 

@@ -14,8 +14,8 @@ from hlat_jax.run.goodput import goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
 
-Prints what each second of a run went to, from its first start to now or its end, over all restarts: training that
-counts, training done again after a fault, compilation and so on. RUN is a run folder; the run may still train.
+Prints the time of a run by category, from its first start to now or its end, over all restarts. Categories are training
+that counts, training done again after a fault, compilation and so on. RUN is a run folder, and may still train.
 """
 
 
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the verb and returns the exit code."""
     flags_lib.choose_verb(argv, ["goodput"], usage=USAGE)
     values = flags.FlagValues()
-    flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)
-    words = flags_lib.parse_inputs(argv[1:], values, usage=USAGE, missing="RUN is missing: the folder of a run.")
+    flags.DEFINE_bool("json", False, "Print the seconds by category as JSON.", flag_values=values)
+    words = flags_lib.parse_inputs(argv[1:], values, usage=USAGE, missing="RUN is missing. Give the folder of a run.")
     if len(words) != 1:
         raise ValueError(f"goodput takes one run folder, not {len(words)}.")
     check_folder(words[0], key="RUN")

@@ -32,7 +32,7 @@ def flops_per_token_6n(m: ModelConfig) -> float:
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> float:
-    """Returns training FLOPs per token, 6N + 12 * layers * heads * head_dim * keys, with seq_len keys or the window.
+    """Returns training FLOPs per token, 6N plus 12 * heads * head_dim * keys of each layer (seq_len or its window).
 
     Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
     """
@@ -61,7 +61,7 @@ def describe(config: Config) -> str:
         "parameters": f"{num_params(model):,}",
         "FLOPs per token": f"{flops_6n:.4g} (6N), {flops:.4g} with attention",
         "tokens per step": f"{step_tokens:,} = {data.batch_size} x {data.seq_len}, {microbatches}",
-        "steps": f"{train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
+        "steps": f"{train.num_steps:,} ({train.num_steps * step_tokens:,} tokens), {horizon}",
         "state": f"{state_bytes:,} bytes ({config.precision.policy}), before sharding",
     }
     return "\n".join(itertools.starmap(labelled, texts.items()))

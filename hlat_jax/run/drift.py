@@ -59,7 +59,7 @@ def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, w
 
 
 def drift_of(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
-    """Returns a line for each setting that must not differ, for a `branch` all but BRANCH_MAY_CHANGE.
+    """Returns a line for each setting that differs and must not. A `branch` may change BRANCH_MAY_CHANGE.
 
     A config key that is newer than the checkpoint counts as its default. A newer op counts as its current
     implementation, and a newer setting of JAX or of the tokenizer as its current value.

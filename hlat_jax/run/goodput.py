@@ -189,7 +189,7 @@ class Goodput:
         """Returns one line with the shares of at least 0.1 %, the largest first."""
         shares = sorted(self.shares.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{share:.1%} {name}" for name, share in shares if share >= 0.001)
-        return f"{parts}; {duration(self.total_s)} in {count_text(self.num_starts, 'start')}"
+        return f"{parts}, {duration(self.total_s)} in {count_text(self.num_starts, 'start')}"
 
     def __str__(self) -> str:
         rows, total_s = [*self.seconds.items(), ("total", self.total_s)], max(self.total_s, 1e-9)

@@ -59,20 +59,20 @@ def _stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     distributed.barrier()  # the rows are on the disk before any process ends the others
     batch = row.get("batch", row["step"])
     peek = f"python -m hlat_jax.data peek --config=... --workdir=... --step={batch}"
-    advice, look = "Raise train.max_nonfinite_steps", f" With the flags of the run, look at that batch:\n  {peek}"
+    advice, look = "Raise train.max_nonfinite_steps", f". To see that batch, add the flags of the run to\n  {peek}"
     if progress.num_without_target:
         steps = count_text(progress.num_without_target, "step")
         raise NonFiniteError(
             f"the batches of {steps} in a row had only prompts or padding and no target, the last one at step "
             f"{row['step']}. {advice} if later batches have answers, raise data.seq_len or data.batch_size, or give "
-            f"data.train shorter prompts.{look}"
+            f"data.train shorter prompts{look}"
         )
     if not math.isfinite(row["param_norm"]):
-        advice, look = f"As the weights are damaged, run the same command to resume from {_newest_saved(progress)}", ""
+        advice, look = f"As the weights are damaged, run the same command to resume from {_newest_saved(progress)}", "."
     raise NonFiniteError(
         f"{count_text(progress.num_nonfinite, 'step')} in a row not finite and skipped, the last one step "
         f"{row['step']} (batch {row['batch_hash']}, {_describe(row)}). {advice}, or start again with a lower "
-        f"optimizer.peak_lr in another --workdir.{look}"
+        f"optimizer.peak_lr in another --workdir{look}"
     )
 
 

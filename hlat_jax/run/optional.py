@@ -1,4 +1,4 @@
-"""Optional parts of a run, each behind its config key. Only this module imports the optional packages of hlat_jax."""
+"""Optional parts of a run, each behind its config key. A run imports the packages at the leaves only here."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again
 
 
 def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:
-    """Prints the losses of a run that resumes at the checkpoint of `step`. Process 0 calls it."""
+    """Prints the lost checkpoints and rows of a run that resumes at the checkpoint of `step`. Process 0 calls it."""
     newest = newest_saved(workdir)
     if newest > step:
         print(

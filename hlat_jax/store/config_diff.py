@@ -70,8 +70,8 @@ def without_gone(section: str, values: dict[str, Any]) -> dict[str, Any]:
 def config_drift(saved: dict[str, Any], current: dict[str, Any], *, also: tuple[str, ...] = ()) -> list[str]:
     """Returns a line for each setting that differs between two runs, except MAY_CHANGE and `also`.
 
-    Takes configs as nested dicts, or checkpoint metadata with such a dict under `config` and hashes of the files that
-    the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
+    Takes configs as nested dicts, or checkpoint metadata. Metadata has such a dict under `config` and hashes of the
+    files that the config names. Entries that only `saved` has, such as the number of tokens so far, are not compared.
     """
     current = json.loads(json.dumps(current))  # as it looks once it has been through a file
     before = {key: value for key, value in saved.items() if key in current}
@@ -84,7 +84,7 @@ def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line for each key with different values in a checkpoint and now, or with a value in only one."""
+    """Returns a line for each key that differs between a checkpoint and now, or that only one has."""
     sides = {key: (saved.get(key, "absent"), now.get(key, "absent")) for key in sorted(saved.keys() | now.keys())}
     return [f"{key}: {_short(a)} in the checkpoint, {_short(b)} now" for key, (a, b) in sides.items() if a != b]
 

@@ -110,7 +110,7 @@ def test_urls_given_for_paths_are_refused_in_one_line_and_a_command(tmp_path):
     assert done.returncode == 0, done.stderr
     flags_of, answers = json.loads(done.stdout)
     for command, name, code, err, has_jax, files in answers:
-        line = err.replace("\n  python -m", " python -m")
+        line = err.replace("\n  ", " ")  # before a command
         assert (code, line.count("\n"), has_jax, files) == (2, 1, False, []), (command, name, err)
         assert err.startswith(f"error: {name}") or f" {name}" in err or f"={name}" in err, (command, name, err)
         assert "URL" in err or "python -m hlat_jax.data build s3://bucket/x" in err, (command, name, err)
@@ -150,7 +150,7 @@ def test_launch_scripts_refuse_urls_before_they_start_anything(tmp_path):
         words = words if script == "node.sh" else [words[0], "touch", "started", words[1]]
         done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert (done.returncode, done.stderr.count("\n"), list(tmp_path.iterdir())) == (2, 1, []), done.stderr
-        assert done.stderr.startswith(f"error: {flag}=s3://bucket/x is a URL; give a ")
+        assert done.stderr.startswith(f"error: {flag}=s3://bucket/x is a URL. Give a ")
 
 
 def test_file_urls_and_the_home_are_paths_of_flags_and_keys(tmp_path, monkeypatch):

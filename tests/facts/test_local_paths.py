@@ -58,5 +58,5 @@ def test_file_urls_are_the_paths_in_them_and_the_home_is_expanded(monkeypatch):
 def test_refusal_of_an_s3_url_ends_with_the_command_that_copies(url, use, command):
     with pytest.raises(ValueError, match="is a URL") as caught:
         check_local(url, key="--x", use=use)
-    assert str(caught.value).startswith(f"--x={url} is a URL; ")
-    assert str(caught.value).endswith(f": {command}")
+    assert str(caught.value).startswith(f"--x={url} is a URL. ")
+    assert str(caught.value).endswith(f":\n  {command}")

@@ -405,6 +405,6 @@ def test_a_budget_in_another_unit_or_an_unknown_region_is_refused_with_what_is_t
     with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
         remat_pass.RematOptions(region="loop")
     for size in (12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "", None):
-        said = r"^memory_budget=.* is not a size in bytes: give a size with its unit, such as '12GiB'.*an int"
+        said = r"^memory_budget=.* is not a size in bytes. Give a size with its unit, such as '12GiB'.*an int"
         with pytest.raises(ValueError, match=said):
             remat_pass.fit(loss, *arguments(), budget_bytes=size, name="memory_budget")

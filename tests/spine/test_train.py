@@ -242,7 +242,7 @@ with process.StopSignals() as stop:
 
 
 def test_ctrl_c_and_the_signals_that_stop_a_run_are_answered_with_a_line(tmp_path):
-    again = "press Ctrl-C again to stop at once"
+    again = "Press Ctrl-C again to stop at once"
     for program, code, said in (
         (HALF_WRITTEN, 130, ["interrupted"]),
         (TAKEN_WAKEUPS, 130, ["interrupted"]),
@@ -251,26 +251,26 @@ def test_ctrl_c_and_the_signals_that_stop_a_run_are_answered_with_a_line(tmp_pat
             TWICE,
             130,
             [
-                f"interrupted: finishing this step, then saving a checkpoint; {again}",
-                "interrupted; run the same command to resume from the last checkpoint, or to start again without one",
+                f"interrupted, finishing this step, then saving a checkpoint. {again}",
+                "interrupted, run the same command to resume from the last checkpoint, or to start again without one",
             ],
         ),
         # at once where nothing is to be saved
         (
             WAITS.format("pass", True),
             130,
-            ["interrupted while opening the run: nothing to save; there is no checkpoint yet"],
+            ["interrupted while opening the run with nothing to save, and there is no checkpoint yet"],
         ),
         (
             WAITS.format("stop.watchdog.begin('a'); stop.saved_step = 40", False),
             130,
-            ["interrupted while a: nothing to save; the last checkpoint is step 40"],
+            ["interrupted while a with nothing to save, and the last checkpoint is step 40"],
         ),
-        (WAITS.format("stop.unfinished = 'this step'", True), 3, [f"interrupted: finishing this step; {again}"]),
+        (WAITS.format("stop.unfinished = 'this step'", True), 3, [f"interrupted, finishing this step. {again}"]),
         (
             WAITS.format("stop._alone = False", False),
             3,
-            [f"interrupted while opening the run: all processes stop; {again}"],
+            [f"interrupted while opening the run, all processes stop. {again}"],
         ),
     ):
         words, env = [sys.executable, "-c", HANDLED + program], micro.environment()

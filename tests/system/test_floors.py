@@ -225,7 +225,7 @@ def test_a_mistake_that_needs_no_device_is_answered_before_jax(trained_run, tmp_
     asked = {
         f"{tiny} --config.data.train=a=a.jsonl;b=b.jsonl": "data.mixture is empty, but data.train has 2 sources",
         f"{tiny} --config.data.train=a=a.jsonl;b=b.jsonl --config.data.mixture=a=1,c=1": "'c=1' is not NAME=WEIGHT",
-        f"{tiny} --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'; its keys are 'body'",
+        f"{tiny} --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text' among its keys ('body')",
         f"{tiny} --config.data.text_field=body": "austen_train.jsonl, row 1: no key 'body'",
         "data stats --config=tiny --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'",
         f"{tiny} --config.train.branch_from={trained_run}@7": f"{trained_run} has no checkpoint of step 7. It has",

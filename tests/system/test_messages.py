@@ -19,8 +19,8 @@ MESSAGES = {
         "Did you mean 'chunked'?"
     ),
     (*TINY, "--config.model.vocab_size=1024"): (
-        "data.tokenizer=package:austen_2k.model has 2048 tokens but model.vocab_size=1024; "
-        "set model.vocab_size=2048 or more, or use a tokenizer of at most 1024 tokens."
+        "data.tokenizer=package:austen_2k.model has 2048 tokens but model.vocab_size=1024. "
+        "Set model.vocab_size=2048 or more, or use a tokenizer of at most 1024 tokens."
     ),
     (*TINY, "--config.parallel.tensor=3"): (
         "parallel.tensor=3 must divide model.num_kv_heads=2, or be a multiple of it that divides model.num_heads=6. "
@@ -28,7 +28,7 @@ MESSAGES = {
     ),
     (*TINY, "--config.data.train=FOLDER/no.jsonl"): "data.train: FOLDER/no.jsonl does not exist (looked from HERE).",
     (*TINY, "--config.data.train=FOLDER/body.jsonl"): (
-        "FOLDER/body.jsonl, row 1: no key 'text'; its keys are 'body'. Fix or remove it, set data.text_field if the "
+        "FOLDER/body.jsonl, row 1: no key 'text' among its keys ('body'). Fix or remove it, set data.text_field if the "
         'text is under another name, or skip such records with data.on_bad_record="skip". After changing a file, '
         "start a new run in another --workdir."
     ),
@@ -42,7 +42,7 @@ MESSAGES = {
         "checkpoints, runs/tiny/checkpoints/STEP, or a Hugging Face folder with config.json and safetensors."
     ),
     ("data", "build", "FOLDER/body.jsonl", "--out=FOLDER"): (
-        "--out=FOLDER is a file or is not empty; give a new or empty folder."
+        "--out=FOLDER is a file or is not empty. Give a new or empty folder."
     ),
 }
 

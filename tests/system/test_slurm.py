@@ -236,7 +236,7 @@ def story(cluster, tmp_path_factory):
 
 
 def test_a_job_of_which_a_task_is_killed_resumes_by_itself(story):
-    [step] = re.findall(r"(?m)^exit code 137; restart 1 of 10, from step (\d+), in 0 s$", story.logs["first"])
+    [step] = re.findall(r"(?m)^exit code 137, restart 1 of 10, from step (\d+), in 0 s$", story.logs["first"])
     assert story.starts["first"][:2] == [0, int(step)]
     assert int(step) >= story.saved["killed"] >= SAVE_EVERY
 
@@ -245,7 +245,7 @@ def test_a_signal_to_the_tasks_saves_all_and_starts_them_again(story):
     step = story.starts["first"][2]
     assert step > story.saved["signal to the steps"]
     assert_names(
-        story.logs["first"], f"SIGTERM after step {step},", f"exit code 75; restart 1 of 10, from step {step},"
+        story.logs["first"], f"SIGTERM after step {step},", f"exit code 75, restart 1 of 10, from step {step},"
     )
 
 

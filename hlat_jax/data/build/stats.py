@@ -80,16 +80,16 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     sizes = f"{step_tokens:,} tokens = {data.batch_size} x {data.seq_len}"
-    lines += ["", f"A step takes {sizes}; train.num_steps={num_steps:,} takes {num_steps * step_tokens:,}."]
+    lines += ["", f"A step takes {sizes}, and train.num_steps={num_steps:,} take {num_steps * step_tokens:,}."]
     lines += parts
     if is_share:
         lines.append(
             f"{data.validation} of the documents of each source, at most {sources.MAX_HELD_OUT}, are held out."
         )
     if is_estimate:
-        lines.append("~ marks estimates from a sample; --sample_mb=0 counts everything.")
+        lines.append("~ marks estimates from a sample. --sample_mb=0 counts everything.")
     if tokenizer.unk_id < 0:
-        return "\n".join([*lines, "No token is <unk>: the tokenizer has a token for every byte."])
+        return "\n".join([*lines, "No token is <unk>, as the tokenizer has a token for every byte."])
     lines += [f"<unk> is {share:.2%} of the tokens of {name}." for name, share in shares.items()]
     return "\n".join([*lines, *filter(None, itertools.starmap(sources.many_unknown, shares.items()))])
 

@@ -66,11 +66,11 @@ def train(
     documents, pieces = count_text(num_documents, "document"), sample.pieces()
     if not any(piece.strip() for piece in pieces):
         raise ValueError(f"the inputs hold no text ({documents}). Check --text_field={text_field}.")
-    status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
+    status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}, without progress reports"
     serialized = train_model(pieces, vocab_size=vocab_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, serialized)
-    skipped = f"; skipped {count_text(num_bad, 'bad record')}" if num_bad else ""
+    skipped = f", skipped {count_text(num_bad, 'bad record')}" if num_bad else ""
     return (
         f"{out}: {vocab_size:,} tokens, SHA-256 {hashlib.sha256(serialized).hexdigest()}\n"
         f"sampled {format_bytes(sample.num_bytes)} of {format_bytes(sample.seen_bytes)} in {documents}{skipped}"

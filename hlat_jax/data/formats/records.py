@@ -174,7 +174,7 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     for field in (name for name in fields if name not in record):
         keys = ", ".join(repr(key)[:_KEY_CHARS_SHOWN] for key in sorted(record)[:_KEYS_SHOWN])  # may be unprintable
         more = f" and {len(record) - _KEYS_SHOWN} more" if len(record) > _KEYS_SHOWN else ""
-        raise BadRecord(where, row, f"no key {field!r} among its keys {keys or 'none'}{more}.")
+        raise BadRecord(where, row, f"no key {field!r} among its keys ({keys or 'none'}{more}).")
     if len(fields) == 1 and isinstance(record[field], list):
         return _conversation(record[field], field=field, where=where, row=row)
     prompt, *answer = (check_text(record[name], field=name, where=where, row=row) for name in fields)
