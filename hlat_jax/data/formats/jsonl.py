@@ -61,9 +61,8 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
     if (index := _read_index(path, snapshot=snapshot)) is not None:
         return index
     with _one_builder(path) as beat:
-        if (
-            index := _read_index(path, snapshot=snapshot, say_damaged=True)
-        ) is None:  # of the process that was waited for
+        index = _read_index(path, snapshot=snapshot, say_damaged=True)  # of a process that was waited for
+        if index is None:
             index, content = _new_index(snapshot, beat), io.BytesIO()
             np.savez(content, identity=snapshot.identity, **index._asdict())
             try:
