@@ -1,7 +1,7 @@
 """Random access to the texts of a JSONL file through an index of its lines.
 
-The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder, where one
-process of several builds it for all.
+The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder. There
+one process builds it for all.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
 def _one_builder(path: pathlib.Path) -> Iterator[Callable[[], None]]:
     """Yields a function to call while the index `path` is built, at most in one process at a time.
 
-    A lock ends with its process. A frozen process is waited for until its lock file has not changed for _WAIT_S. Where
-    nothing can be locked, each process builds.
+    A lock ends with its process. The wait for a frozen process ends if its lock file has not changed for _WAIT_S. If the
+    file system has no locks, each process builds.
     """
     lock_path = path.with_suffix(".lock")
     with contextlib.ExitStack() as stack:

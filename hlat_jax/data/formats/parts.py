@@ -1,6 +1,6 @@
-"""Parts of a dataset, each built by a `build` command of its own: `--part=2/4` writes DIR/part-00002-of-00004.
+"""Parts of a dataset, each from a separate `build` command: `--part=2/4` writes DIR/part-00002-of-00004.
 
-The parts in order hold the documents of one build. Each is a dataset whose manifest says which part of what it is.
+The parts in order hold the documents of one build. Each part is a dataset. Its manifest has `PartFacts` under "part".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Number = Annotated[int, "an integer of at least 1", lambda value: value >= 1]
 
 
 class PartFacts(TypedDict):
-    """What the manifest of a part has under "part": `inputs` identifies the inputs of all parts."""
+    """The entry "part" in the manifest of a part. `inputs` identifies the inputs of all parts."""
 
     number: _Number
     of: _Number
