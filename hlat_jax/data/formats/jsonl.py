@@ -77,7 +77,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
 def _one_builder(path: pathlib.Path) -> Iterator[Callable[[], None]]:
     """Yields a function to call while the index `path` is built, at most in one process at a time.
 
-    A lock ends with its process. The wait for a frozen process ends if its lock file has not changed for _WAIT_S. If the
+    A lock ends with its process. The wait for a frozen process ends once its lock file is unchanged for _WAIT_S. If the
     file system has no locks, each process builds.
     """
     lock_path = path.with_suffix(".lock")
