@@ -30,6 +30,9 @@ _BUILD = """Usage: python -m hlat_jax.data build IN... --out=DIR [flags]
 Writes the documents of IN, in order, as ArrayRecord shards with a manifest. data.train=DIR then trains on them. With
 --tokenizer they are stored as token ids, so that training does not tokenize them again. After a kill, run the same
 command again to resume. The same inputs give the same bytes with any number of --workers.
+
+On several machines, give each the same command and its own --part=I/N. data.train=DIR joins the parts: the documents
+are those of one build, in the same order. N is at most the number of files, as no file is split.
 """
 
 _TOKENIZER = """Usage: python -m hlat_jax.data tokenizer IN... --vocab_size=N --out=F.model [flags]
@@ -68,14 +71,18 @@ def _build(argv: Sequence[str]) -> int:
     about = "As data.batch_size. Fewer .txt and .md files are cut at paragraphs."
     flags.DEFINE_integer("batch_size", DataConfig.batch_size, about, 1, flag_values=values)
     flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
+    about = "Build part I of N of the inputs, as in 2/4, into DIR/part-00002-of-00004."
+    flags.DEFINE_string("part", "", about, flag_values=values)
     flags.DEFINE_integer("workers", 0, "Threads that tokenize. 0 means one for each core.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
     from hlat_jax.data.build import build  # not at the top: --help does not need the readers
+    from hlat_jax.data.formats.parts import parse_part
 
     same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
     named = {name: values[name].value for name in same}
-    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, **named)
+    part = parse_part(values.part)
+    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, part=part, **named)
     start_s, out = time.monotonic(), pathlib.Path(values.out)
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:

@@ -38,18 +38,18 @@ def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validati
 
 
 def check_records(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
-    """Raises ValueError if the first local file of a source has no usable text under `data.text_field`.
+    """Raises ValueError for local datasets that are incomplete, or if the first file has no text under the key.
 
-    Reads JSONL, Parquet and Arrow files, and reads no files if bad records are skipped.
+    Reads the first file of a source if it is JSONL, Parquet or Arrow, and none if bad records are skipped.
     """
     from hlat_jax.data.formats.streaming import check_first  # not at the top: `train --help` does not need pyarrow
 
     for key in sorted(keys):
         spec = vars(data)[key]
-        is_read = spec and not held_out_share(spec) and "://" not in spec and data.on_bad_record == "raise"
-        for paths in parse_sources(spec, key=f"data.{key}").values() if is_read else ():
+        is_local = spec and not held_out_share(spec) and "://" not in spec
+        for paths in parse_sources(spec, key=f"data.{key}").values() if is_local else ():
             file = find_files(paths, key=f"data.{key}", text_field=data.text_field).files[0]
-            if file_format(file) in ("jsonl", "parquet", "arrow"):
+            if data.on_bad_record == "raise" and file_format(file) in ("jsonl", "parquet", "arrow"):
                 with contextlib.suppress(OSError):  # which may pass: the run tries again
                     check_first(file, text_field=data.text_field)
 

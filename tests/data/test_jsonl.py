@@ -2,8 +2,13 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import pathlib
+import subprocess
+import sys
+import time
 from unittest import mock
 
 import pytest
@@ -107,3 +112,111 @@ def test_line_over_the_limit_is_an_unread_bad_record(tmp_path, monkeypatch):
     with refused("a.jsonl, row 1", "5012 bytes", "1000", kind=BadRecord):
         documents[0]
     assert documents[1] == "b"
+
+
+# Opens a file as a run does, and writes a line when it begins to build the index and one when it has it.
+OPENING = """
+import pathlib, sys, time
+from hlat_jax.data.formats import jsonl
+from hlat_jax.data.formats.files import DataFile, Snapshot
+text, folder, log, pause_s = sys.argv[1:]
+built = jsonl._new_index
+def build(*arguments):
+    print("builds", file=open(log, "a"))
+    time.sleep(float(pause_s))
+    return built(*arguments)
+jsonl._new_index = build
+index = jsonl.line_index(Snapshot(DataFile(text)), folder=pathlib.Path(folder))
+print(len(index.lines), index.content_hash)
+"""
+
+
+class Openings:
+    """Processes that open one file, and what they wrote to one log."""
+
+    def __init__(self, folder):
+        self.text, self.index, self.log = folder / "a.jsonl", folder / "run" / "index", folder / "log"
+        self.text.write_text('{"text": "a"}\n' * 1000)
+        self.log.touch()
+        self.processes = []
+
+    def start(self, *, pause_s=0.0):
+        words = [sys.executable, "-c", OPENING, self.text, self.index, self.log, pause_s]
+        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def wait_for_builders(self, count):
+        deadline = time.monotonic() + 300
+        while self.log.read_text().count("builds") < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def openings(tmp_path):
+    started = Openings(tmp_path)
+    yield started
+    started.end()
+
+
+def test_one_process_builds_the_index_and_others_wait(openings):
+    first = openings.start(pause_s=2)
+    openings.wait_for_builders(1)
+    others = [openings.start() for _ in range(2)]
+    found = {process.communicate(timeout=300)[0] for process in (first, *others)}
+    expected = jsonl.line_index(Snapshot(DataFile(openings.text)))
+    assert found == {f"1000 {expected.content_hash}\n"}
+    assert openings.log.read_text() == "builds\n"
+    assert [path.suffix for path in openings.index.iterdir()] == [".npz"]
+
+
+def test_a_killed_builder_of_the_index_is_replaced(openings):
+    first = openings.start(pause_s=600)
+    openings.wait_for_builders(1)
+    other = openings.start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(1.5)
+    first.kill()
+    assert other.communicate(timeout=300)[0].startswith("1000 ")
+    assert openings.log.read_text() == "builds\n" * 2
+
+
+def test_the_wait_for_a_frozen_builder_ends(openings, monkeypatch, capsys):
+    monkeypatch.setattr(jsonl, "_WAIT_S", 0.5)
+    openings.start(pause_s=600)
+    openings.wait_for_builders(1)
+    assert read_all(openings.text, index_folder=openings.index) == ["a"] * 1000
+    assert ".lock has not changed for" in capsys.readouterr().out
+    assert [path.suffix for path in openings.index.iterdir()] == [".npz"]
+
+
+def test_a_builder_of_the_index_gives_signs_of_life(tmp_path, monkeypatch):
+    path, beaten = tmp_path / "a.jsonl", []
+    path.write_text('{"text": "a"}\n' * 1000)
+    monkeypatch.setattr(jsonl, "_BEAT_BYTES", 1400)
+    monkeypatch.setattr(os, "utime", beaten.append)
+    jsonl.line_index(Snapshot(DataFile(path)), folder=tmp_path / "index")
+    assert len(beaten) == 10
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_each_process_builds_its_index(tmp_path, number):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    with mock.patch.object(fcntl, "flock", side_effect=OSError(number, os.strerror(number))):
+        assert read_all(path, index_folder=tmp_path / "index") == ["a"]
+    assert len(list((tmp_path / "index").iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_keeps_no_index(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    failing = mock.patch.object(pathlib.Path, "mkdir", side_effect=PermissionError(errno.EACCES, "no"))
+    with failing:
+        assert read_all(path, index_folder=tmp_path / "index") == ["a"]

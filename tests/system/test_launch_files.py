@@ -10,10 +10,12 @@ import jobs
 import kubernetes_validate
 import pytest
 import yaml
+from data_files import write_jsonl
 from test_launch import EXPORTED_PATH, dry, nodes_of
 
 from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.data import sources
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts import hardware
 from hlat_jax.host import neuron_topology, watchdog
@@ -66,6 +68,50 @@ def test_manifests_follow_their_schemas():
             kubernetes_validate.validate(job, version, strict=True)
         with pytest.raises(kubernetes_validate.ValidationError, match="onPodConditions"):
             kubernetes_validate.validate(job, f"1.{int(lowest[2:]) - 1}", strict=True)
+
+
+BUILD = LAUNCH / "eks" / "build.yaml"
+
+
+def test_manifest_of_a_build_follows_its_schema():
+    [lowest] = re.findall(r"Kubernetes (\d\.\d+) or later", BUILD.read_text())
+    job = yaml.safe_load(BUILD.read_text())
+    for version in (lowest, "1.33", "1.37"):
+        kubernetes_validate.validate(job, version, strict=True)
+    train = loaded(LAUNCH / "eks" / "train.yaml")
+    pods, [container] = job["spec"]["template"]["spec"], job["spec"]["template"]["spec"]["containers"]
+    for name in ("runAsNonRoot", "runAsUser", "runAsGroup"):
+        assert pods["securityContext"][name] == train[2]["securityContext"][name]
+    assert container["securityContext"] == train[3]["securityContext"]
+    assert container["image"] == pods["initContainers"][0]["image"] == train[3]["image"]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert rules[0]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+
+
+def test_indices_of_the_manifest_build_the_parts_of_a_dataset(tmp_path):
+    job = yaml.safe_load(BUILD.read_text())["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    (tmp_path / "redpajama").mkdir()
+    for name in "abcde":
+        write_jsonl(tmp_path / "redpajama" / f"{name}.jsonl", [name, name * 2])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    places = {"/fsx/llama2/tokenizer.model": "package:austen_2k.model", "/fsx/": f"{tmp_path}/", "/data/": "/"}
+    words = container["command"]
+    for place, here in places.items():
+        words = [word.replace(place, here) for word in words]
+    for index in range(job["completions"]):  # Kubernetes sets the variable for each index
+        path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
+        env = os.environ | {"JOB_COMPLETION_INDEX": str(index), "PATH": path}
+        subprocess.run(words, env=env, cwd=ROOT, capture_output=True, timeout=600, check=True)
+    documents = sources.open_corpus(f"{tmp_path}/web", text_field="text", key="data.train")
+    assert len(documents) == 10
+    first = next(iter(container["volumeMounts"]))["mountPath"]
+    [out] = [word.removeprefix("--out=") for word in container["command"] if word.startswith("--out=")]
+    [folders] = job["template"]["spec"]["initContainers"][0]["env"]
+    assert out.startswith(f"{folders['value']}/")
+    assert out.startswith(f"{first}/")
 
 
 def test_manifests_are_consistent_with_the_instance():

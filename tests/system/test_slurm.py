@@ -1,5 +1,5 @@
-"""launch/slurm/train.sbatch under Slurm itself: a controller and two nodes on this machine, with a configuration of its
-own.
+"""train.sbatch and build.sbatch of launch/slurm under Slurm itself: a controller and two nodes on this machine, with a
+configuration of its own.
 
 Debian has Slurm in the packages slurm-wlm and munge. One job has a task killed, gets signals, is requeued and
 reaches its time limit; two more continue the same run. The tests read what came of them.
@@ -21,9 +21,13 @@ import time
 
 import jobs
 import micro
+import numpy as np
 import pytest
+from data_files import write_jsonl
 from refusals import assert_names
 
+from hlat_jax.data import sources
+from hlat_jax.data.build import build
 from hlat_jax.store.metrics import ROWS_FILE
 
 SCRIPT = jobs.NODE.parent / "slurm" / "train.sbatch"
@@ -288,3 +292,38 @@ def test_a_job_with_a_wrong_config_fails_once(story):
     assert story.ends["wrong"] == ("FAILED", "2:0", 0)
     assert "data.batch_size=0" in story.logs["wrong"]
     assert "restart" not in story.logs["wrong"]
+
+
+def test_an_array_of_jobs_builds_the_parts_of_a_dataset(cluster, tmp_path):
+    """One task is requeued after its first shard, one runs again by itself; the parts are those of one build."""
+    (tmp_path / "in").mkdir()
+    text = " ".join(f"word{number}" for number in range(30_000))
+    for name in "abc":
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [f"{name}{each} {text}" for each in range(20)])
+    options = build.BuildOptions(tokenizer="package:austen_2k.model")
+    words = [tmp_path / "in", f"--tokenizer={options.tokenizer}", "--shard_mb=1"]
+    folders = [tmp_path / "out" / f"part-{number:05d}-of-00003" for number in (1, 2, 3)]
+
+    def submit(array, parts=""):
+        env = cluster.env | ({"PARTS": parts} if parts else {})
+        flags = ("--parsable", f"--array={array}", "--cpus-per-task=1", f"--output={tmp_path}/%A_%a.log")
+        script = SCRIPT.with_name("build.sbatch")
+        return dataclasses.replace(cluster, env=env).run("sbatch", *flags, script, *words, f"--out={tmp_path}/out")
+
+    job = int(submit("1-2", parts="3"))
+    logs = lambda: "".join(path.read_text() for path in tmp_path.glob("*.log"))  # noqa: E731
+    until(lambda: list(folders[1].glob(".building/*.json")), logs)
+    cluster.run("scontrol", "requeue", f"{job}_2")
+    ends = [cluster.wait(f"{job}_{task}") for task in (1, 2)]
+    assert ends == [("COMPLETED", "0:0", 0), ("COMPLETED", "0:0", 1)], logs()
+    wrong = int(submit("3"))  # of one task, without the number of parts
+    assert cluster.wait(f"{wrong}_3")[:2] == ("FAILED", "2:0")
+    assert "--part=3/1" in logs()
+    last = int(submit("3", parts="3"))
+    assert cluster.wait(f"{last}_3")[:2] == ("COMPLETED", "0:0"), logs()
+    build.build([str(words[0])], out=tmp_path / "whole", options=options)
+    found, expected = (
+        sources.open_corpus(str(tmp_path / name), text_field="text", key="data.train") for name in ("out", "whole")
+    )
+    assert len(found) == len(expected) == 60
+    assert all(np.array_equal(found[index], expected[index]) for index in range(60))

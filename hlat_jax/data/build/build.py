@@ -26,7 +26,8 @@ from hlat_jax.config import count_text
 from hlat_jax.data.build import inputs, shards
 from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.formats.files import BUILDING_NAME, MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.formats.parts import Part, PartFacts, differences, read_part
 from hlat_jax.data.formats.paths import find_files
 from hlat_jax.data.formats.records import Answered, BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
@@ -36,7 +37,6 @@ from hlat_jax.store.metrics import duration
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import Count, read_json
 
-_BUILDING = ".building"
 _BLOCK_CHARS = 1 << 18  # encoded by one thread at a time
 _LONG_CHARS = 1 << 22  # a block of a longer document is written before more is read
 _BAD_SHOWN = 5
@@ -51,6 +51,7 @@ class BuildOptions:
       shard_bytes: the bytes of text after which a shard ends.
       prepend_bos: whether documents of token ids begin with BOS.
       batch_size: the batch size of the runs. Fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
+      part: the part of the inputs to build, see `formats.parts`. None builds all.
     """
 
     text_field: str = "text"
@@ -60,15 +61,17 @@ class BuildOptions:
     on_bad_record: str = "raise"
     prepend_bos: bool = False
     batch_size: int = 1
+    part: Part | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """All that determines the bytes of a build."""
+    """All that determines the bytes of a build; `part` has the facts of a part, whose inputs are `input_files`."""
 
     input_files: Sequence[inputs.Input]
     options: BuildOptions
     tokenizer: Tokenizer | None
+    part: PartFacts | None = None
 
     @functools.cached_property
     def hash(self) -> str:
@@ -80,6 +83,7 @@ class _Plan:
             [options.text_field, options.shard_bytes, options.prepend_bos],
             [tokenizer.sha256, options.max_document_chars] if tokenizer else None,
         ]
+        fields += [self.part] if self.part else []
         return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
@@ -126,7 +130,8 @@ def build(
 
     Args:
       words: files, folders and globs, as in data.train, also of .gz and .zst.
-      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed.
+      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed. For
+        a part it holds the folders of all parts.
       options: the options of the build.
       num_workers: the number of threads that encode, which does not change the result.
       status: the progress, which is updated meanwhile.
@@ -150,9 +155,11 @@ def build(
     if tokenizer is not None:
         tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
     plan = _Plan(input_files, options, tokenizer)
+    if options.part is not None:
+        plan, out = _plan_part(plan, options.part, out=out), out / options.part.folder
     if (out / MANIFEST_NAME).exists():
         manifest = _require_plan(read_json(out / MANIFEST_NAME), plan, out=out)
-        shutil.rmtree(out / _BUILDING, ignore_errors=True)
+        shutil.rmtree(out / BUILDING_NAME, ignore_errors=True)
         return BuildResult(manifest, True, notes)
     with _lock_folder(out) as folder:
         if not (folder / MANIFEST_NAME).exists():
@@ -168,6 +175,23 @@ def build(
     return BuildResult(manifest, False, notes)
 
 
+def _plan_part(whole: _Plan, part: Part, *, out: pathlib.Path) -> _Plan:
+    """Returns the plan of one part of a build; raises ValueError if `out` holds something else, or other parts."""
+    input_files, options = whole.input_files, whole.options
+    listed = [[input_.file.name, input_.size, input_.content, input_.is_cut] for input_ in input_files]
+    digest = hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
+    facts = PartFacts(number=part.number, of=part.of, inputs=digest, text_field=options.text_field)
+    mine = [input_files[index] for index in part.choose([input_.size for input_ in input_files])]
+    plan = dataclasses.replace(whole, input_files=mine, part=facts)
+    expected = {Part(number, part.of).folder for number in range(1, part.of + 1)}
+    for path in sorted(out.iterdir()) if out.is_dir() else ():
+        if not path.name.startswith(".") and path.name not in expected:
+            raise ValueError(f"--out={out} holds {path.name}, no part of {part.of}; give another folder, or remove it.")
+        if (other := read_part(path)) and (differ := " and ".join(differences(_describe(plan), other))):
+            raise ValueError(f"--out={out} holds {path.name}, built with other {differ}; give another folder.")
+    return plan
+
+
 def _require_plan(made: dict[str, Any], plan: _Plan, *, out: pathlib.Path) -> dict[str, Any]:
     """Returns `made`, a manifest or finished shard in `out`; raises ValueError if it is of another build."""
     if made.get("plan") != plan.hash:
@@ -181,7 +205,7 @@ def _require_plan(made: dict[str, Any], plan: _Plan, *, out: pathlib.Path) -> di
 @contextlib.contextmanager
 def _lock_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields DIR/.building, locked, without the partial files of a killed process."""
-    folder = out / _BUILDING
+    folder = out / BUILDING_NAME
     if out.exists() and (not out.is_dir() or (not folder.exists() and any(out.iterdir()))):
         raise ValueError(f"--out={out} is a file or is not empty. Give a new or empty folder.")
     try:
@@ -325,9 +349,9 @@ def _encode_block(block: list[_Record], encode: Callable[[str], shards.EncodedDo
 
 def _manifest(plan: _Plan, parts: Sequence[_FinishedShard]) -> dict[str, Any]:
     """Returns the manifest of a dataset; raises ValueError if it has no documents."""
-    input_files, options, tokenizer = plan.input_files, plan.options, plan.tokenizer
+    input_files, tokenizer = plan.input_files, plan.tokenizer
     totals = {name: sum(part[name] for part in parts) for name in COUNTS}
-    if totals["documents"] == 0:
+    if totals["documents"] == 0 and plan.part is None:  # another part may have documents
         bad = count_text(totals["bad_records"], "bad record")
         raise ValueError(f"no documents in {count_text(len(input_files), 'input file')} ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
@@ -346,17 +370,26 @@ def _manifest(plan: _Plan, parts: Sequence[_FinishedShard]) -> dict[str, Any]:
             counts["tokens"] = None
     return {
         "format": FORMAT,
-        "kind": "text" if tokenizer is None else "tokens",
         **totals,
         "content_hash": parts[-1]["content"],
+        **_describe(plan),
+        "plan": plan.hash,
+        "sources": sources,
+        "shards": listed,
+    }
+
+
+def _describe(plan: _Plan) -> dict[str, Any]:
+    """Returns the fields of a manifest that are known before its documents."""
+    options, tokenizer = plan.options, plan.tokenizer
+    return {
+        "kind": "text" if tokenizer is None else "tokens",
         "tokenizer_sha256": tokenizer and tokenizer.sha256,
         "vocab_size": tokenizer and tokenizer.vocab_size,
         "eos_id": tokenizer and tokenizer.eos_id,
         "max_document_chars": tokenizer and options.max_document_chars,
         "prepend_bos": options.prepend_bos,
-        "plan": plan.hash,
-        "sources": sources,
-        "shards": listed,
+        **({"part": plan.part} if plan.part else {}),
     }
 
 
@@ -374,15 +407,18 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, A
 
 
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
-    """Returns the lines that the command prints at the end."""
-    manifest = result.manifest
+    """Returns the lines that the command prints at the end; `out` is as in `build`."""
+    manifest, part = result.manifest, result.manifest.get("part")
     contents = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
-        per_byte = manifest["tokens"] / manifest["bytes"]
+        per_byte = manifest["tokens"] / max(manifest["bytes"], 1)
         contents += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
         hint += ", and --config.data.prepend_bos" * manifest["prepend_bos"]
     contents += f", {count_text(len(manifest['shards']), 'shard')}"
     how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
+    if part:
+        hint = f"with all {part['of']} parts built, {hint}"
+        out /= Part(part["number"], part["of"]).folder
     return "\n".join([f"{out} {how}: {contents}", *result.notes, hint])

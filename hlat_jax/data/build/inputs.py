@@ -20,12 +20,14 @@ class Input:
     Attributes:
       size: the bytes on disk, or for a dataset the bytes of text.
       fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
+      content: digits that are the same for a copy of a local file, see `files.fingerprint`.
       is_cut: whether the input is plain text that is cut into documents at paragraphs.
     """
 
     file: files.DataFile
     size: int
     fingerprint: str
+    content: str
     is_cut: bool = False
 
 
@@ -44,11 +46,13 @@ def open_inputs(searched: paths.FoundFiles, *, batch_size: int = 1) -> list[Inpu
             manifest = built.read_manifest(file)
             if manifest.kind != "text":
                 raise ValueError(f"{KEY}: {file} holds token ids, not text. Give the text it was built from.")
-            size, fingerprint = manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)
+            content = fingerprint = files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)
+            size = manifest.bytes
         else:
             snapshot = files.Snapshot(file)
-            size, fingerprint = snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
-        inputs.append(Input(file, size, fingerprint, is_cut))
+            size, content = snapshot.size, snapshot.fingerprint
+            fingerprint = hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
+        inputs.append(Input(file, size, fingerprint, content, is_cut))
     return inputs
 
 

@@ -26,6 +26,7 @@ from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.decoding import NPZ_DAMAGE, decode_errors
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
+from hlat_jax.data.formats.parts import PartFacts
 from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 
 FORMAT = 2
@@ -62,6 +63,7 @@ class BuiltManifest:
     sources: list[_BuiltSource]
     shards: list[_Shard]
     prepend_bos: bool = False
+    part: PartFacts | None = None
 
 
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:

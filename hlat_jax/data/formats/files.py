@@ -11,6 +11,7 @@ from hlat_jax.data.formats import remote
 
 SHARD_SUFFIX = ".array_record"
 MANIFEST_NAME = "manifest.json"
+BUILDING_NAME = ".building"  # folder with the shards of an incomplete build
 
 _FINGERPRINT_BLOCK_BYTES = 64 * 1024
 _FINGERPRINT_BLOCKS = 16

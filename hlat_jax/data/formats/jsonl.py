@@ -1,16 +1,21 @@
 """Reads the texts of a JSONL file in any order through an index of its lines.
 
-The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder.
+The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder. There
+one process builds it for all.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
 import pathlib
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +27,9 @@ from hlat_jax.host.console import say
 from hlat_jax.store.atomic_files import write_whole
 
 _PIECE_BYTES = 1 << 24  # of a long line
+_BEAT_BYTES = 1 << 26  # read between two signs of life
+_WAIT_S, _POLL_S = 180.0, 0.2  # for a sign; clients of NFS may see one up to a minute late
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # such as Lustre without the mount option flock
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -40,6 +48,8 @@ class LineIndex(NamedTuple):
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
     """Returns the index of a file, from `folder` if the file has not changed since, else a new one.
 
+    If another process is building it there, waits for that as long as it gives signs of life.
+
     Raises:
       ValueError: the file changed while it was indexed.
       OSError: the disk of `folder` is full or broken. A read-only folder raises no error.
@@ -48,27 +58,74 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
         return _new_index(snapshot)
     location = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
     path = folder / f"{snapshot.file.name}-{location}.npz"
-    index = _read_index(path, snapshot=snapshot)
-    if index is None:
-        index, content = _new_index(snapshot), io.BytesIO()
-        np.savez(content, identity=snapshot.identity, **index._asdict())
+    if (index := _read_index(path, snapshot=snapshot)) is not None:
+        return index
+    with _one_builder(path) as beat:
+        index = _read_index(path, snapshot=snapshot, say_damaged=True)  # of a process that was waited for
+        if index is None:
+            index, content = _new_index(snapshot, beat), io.BytesIO()
+            np.savez(content, identity=snapshot.identity, **index._asdict())
+            try:
+                write_whole(path, content.getvalue())
+            except OSError as error:
+                if error.errno not in (*_READ_ONLY, errno.ENOENT):
+                    raise
+        return index
+
+
+@contextlib.contextmanager
+def _one_builder(path: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """Yields a function to call while the index `path` is built, at most in one process at a time.
+
+    A lock ends with its process. The wait for a frozen process ends once its lock file is unchanged for _WAIT_S. If the
+    file system has no locks, each process builds.
+    """
+    lock_path = path.with_suffix(".lock")
+    with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content.getvalue())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(lock_path, "a"))
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-    return index
+            yield lambda: None
+            return
+        stack.callback(lock_path.unlink, missing_ok=True)  # who waits for it finds the index then
+        seen, deadline = None, 0.0
+        while not _lock(lock.fileno()):
+            now, beaten = time.monotonic(), os.fstat(lock.fileno()).st_mtime_ns
+            if beaten != seen:
+                seen, deadline = beaten, now + _WAIT_S
+            if now > deadline:
+                say("index", f"{lock_path} has not changed for {_WAIT_S:.0f} s: this process builds its own")
+                break
+            time.sleep(_POLL_S)
+        yield lambda: os.utime(lock.fileno())
 
 
-def _new_index(snapshot: Snapshot) -> LineIndex:
+def _lock(descriptor: int) -> bool:
+    """Returns whether this process holds the lock of a file, or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _new_index(snapshot: Snapshot, beat: Callable[[], None] = lambda: None) -> LineIndex:
     numbers, digest, row = array.array("q"), new_content_hash(), 0
-    start, end, is_blank = 0, 0, True
+    start, end, is_blank, beaten = 0, 0, True, 0
     with decode_errors(snapshot.file), snapshot.file.open() as file:
         while True:
             piece = file.readline(_PIECE_BYTES)
             digest.update(piece)
             end += len(piece)
+            if end >= beaten + _BEAT_BYTES:
+                beat()
+                beaten = end
             is_blank = is_blank and (piece.isspace() or not piece)
             if piece.endswith(b"\n") or (not piece and end > start):  # the last line may have no newline
                 row += 1
@@ -82,7 +139,7 @@ def _new_index(snapshot: Snapshot) -> LineIndex:
     return LineIndex(lines, content_hash=digest.hexdigest())
 
 
-def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
+def _read_index(path: pathlib.Path, *, snapshot: Snapshot, say_damaged: bool = False) -> LineIndex | None:
     """Returns the index at `path`; None if it is missing, damaged or of a different version of the file."""
     try:
         with np.load(path) as arrays:  # which has checksums
@@ -92,7 +149,8 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     except FileNotFoundError:
         return None
     except NPZ_DAMAGE:
-        say("index", f"{path} is damaged, and made again")
+        if say_damaged:
+            say("index", f"{path} is damaged, and made again")
         return None
 
 

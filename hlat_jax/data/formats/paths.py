@@ -19,7 +19,16 @@ import hlat_jax
 from hlat_jax.cli.path_checks import check_file, fetch_first
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import remote
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Unreadable, reason
+from hlat_jax.data.formats.files import (
+    BUILDING_NAME,
+    MANIFEST_NAME,
+    SHARD_SUFFIX,
+    DataFile,
+    NotFound,
+    Unreadable,
+    reason,
+)
+from hlat_jax.data.formats.parts import check_parts
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.typed_json import read_json
 
@@ -102,6 +111,7 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     for location, count in locations.items():
         if count > 1:
             raise ValueError(f"{key}={spec!r} names {location} twice, and would repeat its documents. Name it once.")
+    check_parts(search.files, key=key)
     return search
 
 
@@ -153,12 +163,18 @@ def _folder_files(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list
     files, seen = [], set()
     search.folders.append(folder)
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+        is_building = BUILDING_NAME in folders
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if os.path.realpath(parent) in seen:  # a link that leads back
             folders.clear()
         elif _is_built(parent):
             files.append(DataFile(parent, is_built=True))
             folders.clear()
+        elif is_building:
+            raise NotFound(
+                f"{key}: the dataset {parent} is not complete. Wait for its build, or run the command of a build that "
+                "was ended again."
+            )
         else:
             files += map(DataFile, _data_paths((os.path.join(parent, name) for name in names), search=search))
         seen.add(os.path.realpath(parent))
