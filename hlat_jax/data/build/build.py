@@ -130,8 +130,8 @@ def build(
 
     Args:
       words: files, folders and globs, as in data.train, also of .gz and .zst.
-      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed. For
-        a part it holds the folders of all parts.
+      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed.
+        It holds the folders of all parts if `options` name one.
       options: the options of the build.
       num_workers: the number of threads that encode, which does not change the result.
       status: the progress, which is updated meanwhile.
