@@ -1,0 +1,200 @@
+"""The loss without logits in the trainers and models of others: temporaries before `passes.chunk` and after it.
+
+    python benchmarks/elsewhere.py [NAME...]
+
+Each case takes the model and the loss of a package as they are, and skips packages that are not installed. MaxText and
+google-tunix need Python 3.12. `pip install --no-deps maxtext==0.2.5` and the packages that its import asks for are
+enough. Temporaries are XLA's allocation for the loss and its gradients on one CPU device, at the same batch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType
+
+from hlat_jax import passes
+
+B, T, V, D = 4, 256, 32768, 128
+LIMIT = "16MiB"
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, V, (B, T + 1)), jnp.int32)
+
+
+class Case(NamedTuple):
+    """A loss of a package.
+
+    Attributes:
+      loss: the loss.
+      args: its arguments; the first one has the parameters.
+      mesh: the mesh that it needs.
+      theirs: the same loss by the package's own tiling of the vocabulary, if it has one.
+      grad: the package's function to the value and gradients.
+    """
+
+    loss: Callable
+    args: tuple
+    mesh: Any = None
+    theirs: Callable | None = None
+    grad: Callable = jax.value_and_grad
+
+
+def optax_loop() -> Case:
+    """Returns a loss in plain JAX."""
+    keys = jax.random.split(jax.random.key(0))
+    params = {"embed": jax.random.normal(keys[0], (V, D)), "head": jax.random.normal(keys[1], (D, V)) / D}
+
+    def loss(params, tokens):
+        logits = jnp.tanh(params["embed"][tokens[:, :-1]]) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return Case(loss, (params, TOKENS))
+
+
+class _Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
+        self.head = nnx.Linear(D, V, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(nnx.gelu(self.up(x))))
+
+
+def _nnx_loss(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+def flax_nnx() -> Case:
+    """Returns the loss of a Flax NNX model."""
+    return Case(_nnx_loss, (_Model(nnx.Rngs(0)), TOKENS), grad=nnx.value_and_grad)
+
+
+def equinox() -> Case:
+    """Returns the loss of an Equinox model."""
+    import equinox as eqx
+
+    class Model(eqx.Module):
+        embed: eqx.nn.Embedding
+        mlp: eqx.nn.MLP
+
+        def __call__(self, token):
+            return self.mlp(self.embed(token))
+
+    keys = jax.random.split(jax.random.key(0))
+    model = Model(eqx.nn.Embedding(V, D, key=keys[0]), eqx.nn.MLP(D, V, 2 * D, 1, key=keys[1]))
+
+    def loss(model, tokens):
+        logits = jax.vmap(jax.vmap(model))(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    return Case(loss, (model, TOKENS), grad=eqx.filter_value_and_grad)
+
+
+def qwix() -> Case:
+    """Returns the loss of a model with a quantized MLP, trained by qwix's rules."""
+    import qwix as library
+
+    rules = [library.QtRule(module_path="up|down", weight_qtype="int8", act_qtype="int8")]
+    model = library.quantize_model(_Model(nnx.Rngs(0)), library.QtProvider(rules), TOKENS[:, :-1])
+    return Case(_nnx_loss, (model, TOKENS), grad=nnx.value_and_grad)
+
+
+def tunix() -> Case:
+    """Returns the loss of google-tunix's trainer for its Llama."""
+    from tunix.models.llama3 import model as llama
+    from tunix.sft import peft_trainer
+
+    sizes = {"vocab_size": V, "embed_dim": D, "hidden_dim": 352, "num_heads": 4, "head_dim": 32, "num_kv_heads": 2}
+    config = llama.ModelConfig(num_layers=2, rope_theta=10_000, norm_eps=1e-5, weight_tying=True, **sizes)
+    tokens, is_earlier = TOKENS[:, :-1], jnp.tril(jnp.ones((T, T), bool))
+    args = tokens, jnp.ones((B, T), bool), jnp.tile(jnp.arange(T), (B, 1)), jnp.tile(is_earlier, (B, 1, 1))
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    model = llama.Llama3(config, rngs=nnx.Rngs(0))
+    return Case(peft_trainer._default_loss_fn, (model, *args), mesh, grad=nnx.value_and_grad)
+
+
+def maxtext() -> Case:
+    """Returns MaxText's loss, and the same loss with its own tiling of the vocabulary."""
+    import maxtext as library
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train.train import loss_fn
+    from maxtext.utils import maxtext_utils, model_creation_utils
+
+    base = str(pathlib.Path(library.__file__).parent / "configs/base.yml")
+    sizes = {"base_emb_dim": D, "base_mlp_dim": 352, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 32}
+    sizes |= {"base_num_decoder_layers": 2, "vocab_size": V, "per_device_batch_size": B, "max_target_length": T}
+    run = {"run_name": "elsewhere", "enable_checkpointing": False, "base_output_directory": "/tmp", "hardware": "cpu"}
+    run |= {"skip_jax_distributed_system": True, "dataset_type": "synthetic", "enable_dropout": False}
+    numerics = {"dtype": "float32", "attention": "dot_product", "remat_policy": "minimal"}
+
+    def of_tiles(num_vocab_tiling: int) -> tuple[Callable, Any, Any]:
+        config = pyconfig.initialize(["", base], **sizes, **run, **numerics, num_vocab_tiling=num_vocab_tiling)
+        mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
+        model = model_creation_utils.from_config(config, mesh=mesh, rngs=nnx.Rngs(0, params=0, dropout=1))
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        return lambda p, data: loss_fn(nnx.merge(graph, p, rest), config, dict(data), None, None)[0], params, mesh
+
+    loss, params, mesh = of_tiles(1)
+    ones, positions = jnp.ones((B, T), jnp.int32), jnp.tile(jnp.arange(T), (B, 1))
+    data = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "inputs_position": positions}
+    data |= {"inputs_segmentation": ones, "targets_segmentation": ones}
+    return Case(loss, (params, data), mesh, theirs=of_tiles(8)[0])
+
+
+CASES = {case.__name__: case for case in (optax_loop, flax_nnx, equinox, qwix, tunix, maxtext)}
+PACKAGES = {"optax_loop": "optax", "flax_nnx": "flax", "tunix": "google-tunix"}
+
+
+def measured(case: Case, loss: Callable) -> tuple[float, float, int]:
+    """Returns (loss, norm of the gradients, bytes of temporaries)."""
+    graph, params = (None, case.args[0])
+    if isinstance(params, nnx.Module):
+        graph, params = nnx.split(params)
+    own = (lambda p, *rest: case.grad(loss)(nnx.merge(graph, p), *rest)) if graph else case.grad(loss)
+    arrays, tree = jax.tree.flatten((params, *case.args[1:]))
+    places = [at for at, leaf in enumerate(arrays) if hasattr(leaf, "dtype")]
+
+    def flat(*given):
+        leaves = list(arrays)
+        for at, leaf in zip(places, given, strict=True):
+            leaves[at] = leaf
+        value, grads = own(*jax.tree.unflatten(tree, leaves))
+        return value, [leaf for leaf in jax.tree.leaves(grads) if hasattr(leaf, "dtype")]
+
+    with jax.set_mesh(case.mesh or jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        compiled = jax.jit(flat).lower(*(arrays[at] for at in places)).compile()
+        value, grads = compiled(*(arrays[at] for at in places))
+    norm = optax.global_norm([grad for grad in grads if jnp.issubdtype(grad.dtype, jnp.inexact)])
+    return float(value), float(norm), compiled.memory_analysis().temp_size_in_bytes
+
+
+def main() -> None:
+    print(f"{'package':22} {'loss':>9} {'plain':>10} {'theirs':>10} {'chunk':>10}  of it  differs by")
+    for name in sys.argv[1:] or CASES:
+        package = PACKAGES.get(name, name)
+        try:
+            case, title = CASES[name](), f"{package} {importlib.metadata.version(package)}"
+        except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+            print(f"{package:22} not run: {error}", flush=True)
+            continue
+        plain = measured(case, case.loss)
+        ours = measured(case, passes.chunk(case.loss, max_bytes=LIMIT))
+        theirs = measured(case, case.theirs)[2] if case.theirs else None
+        difference = max(abs(a - b) / abs(a) for a, b in zip(plain[:2], ours[:2], strict=True))
+        sizes = [f"{num_bytes / 2**20:6.1f} MiB" if num_bytes else "" for num_bytes in (plain[2], theirs, ours[2])]
+        row = " ".join(f"{size:>10}" for size in sizes)
+        print(f"{title:22} {plain[0]:9.5f} {row}  {ours[2] / plain[2]:5.2f}  {difference:.0e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
