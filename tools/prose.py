@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PACKAGE = "hlat_jax/**/*.py"
 GENERATED = {"config.md", "commands.md"}  # their sentences are counted where they are written
 EXEMPT = {"CHANGELOG.md"}
 MAX_WORDS, MAX_MEAN = 25, 17  # of a sentence
@@ -99,10 +100,7 @@ def plain(paragraph: str) -> str:
 def count(files: dict[str, Parts]) -> tuple[dict[str, float], list[str]]:
     """Returns the rate of each habit in 1,000 words and the words of sentences, and the places, "file:line habit"."""
     texts = [(f"{name}:{line}", plain(text)) for name, parts in files.items() for line, text in parts]
-    found = {
-        habit: [f"{where} {habit}" for where, text in texts for _ in re.findall(pattern, text)]
-        for habit, (pattern, _) in HABITS.items()
-    }
+    found = {name: [f"{at} {name}" for at, text in texts for _ in re.findall(HABITS[name][0], text)] for name in HABITS}
     sentences = [(where, sentence) for where, text in texts for sentence in re.split(SENTENCE_ENDS, text)]
     sized = [(len(text.split()), where, text) for where, text in sentences if len(text.split()) > 2]
     long = [f"{where} {size} words: {text[:70]}..." for size, where, text in sized if size > MAX_WORDS]
@@ -135,9 +133,8 @@ def main() -> int:
     parser.add_argument("--check", nargs="*", type=pathlib.Path, metavar="PATH", help="limits; default: pages, package")
     options = parser.parse_args()
     pages = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").glob("*.md") if p.name not in GENERATED)]
-    package = [*(ROOT / "hlat_jax").rglob("*.py")]
     if options.check is None:
-        rows = {kind: count(files)[0] for kind, files in read([*pages, *package]).items()}
+        rows = {kind: count(files)[0] for kind, files in read([*pages, *ROOT.glob(PACKAGE)]).items()}
         limits = {habit: limit for habit, (_, limit) in HABITS.items()} | {"words": "", "mean": MAX_MEAN, "long": 0}
         print(f"{'':28}" + "".join(f"{kind:>13}" for kind in rows) + f"{'limit':>8}")
         for name, limit in limits.items():
@@ -146,7 +143,8 @@ def main() -> int:
     # a page or a file that was named has a verdict of its own; the package has one for each kind
     single = [p.resolve() for p in options.check] or [p for p in pages if p.name not in EXEMPT]
     judged = [(name, {name: parts}) for files in read(single).values() for name, parts in files.items()]
-    judged += [] if options.check else [(f"{kind} of the package", files) for kind, files in read(package).items()]
+    package = [] if options.check else ROOT.glob(PACKAGE)
+    judged += [(f"{kind} of the package", files) for kind, files in read(package).items()]
     failed = [line for name, files in judged for line in judge(name, files)]
     print("\n".join(failed) or f"{len(judged)} texts within the limits")
     return bool(failed)

@@ -38,5 +38,5 @@ def fetch_first(path: str, *, options: str = "") -> str:
     if not looks_like_name or organization == "runs" or pathlib.Path(organization).exists():
         return ""
     return (
-        f" Models of the Hugging Face hub are not fetched. Run first:\n  hf download {name}{options} --local-dir {last}"
+        f" Names of the Hugging Face hub are not fetched, run `hf download {name}{options} --local-dir {last}` first."
     )

@@ -34,7 +34,7 @@ def test_default_folder_belongs_to_this_user(monkeypatch, tmp_path):
 
 def test_folder_is_proposed_where_programs_compile_for_long():
     assert compile_cache.describe(None, platform="cpu") == "none"
-    assert compile_cache.describe(None, platform="gpu").startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")
+    assert compile_cache.describe(None, platform="gpu").startswith("none (with JAX_COMPILATION_CACHE_DIR=FOLDER")
 
 
 def test_errors_of_xla_are_silent_only_for_programs_of_the_cpu(tmp_path):
@@ -174,5 +174,5 @@ def test_a_cache_is_kept_unless_it_fails(tmp_path, monkeypatch):
 
 def test_start_on_neuron_names_the_compilers_cache_where_it_is_alone(monkeypatch):
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/var/tmp/x")
-    assert compile_cache.describe(None, platform="neuron") == "neuronx-cc's alone, /var/tmp/x"
+    assert compile_cache.describe(None, platform="neuron") == "only neuronx-cc's, /var/tmp/x"
     assert compile_cache.describe(None, platform="cpu") == "none"

@@ -152,7 +152,7 @@ def spikes_of(rows):
 def test_a_spike_right_after_a_resume_is_skipped_as_without_one(micro, train, tmp_path, capsys):
     rows = train(micro)
     assert spikes_of(rows) == [7]
-    line = f"step 7: a spike, loss {rows[6]['loss']:.4f}, gradient norm {rows[6]['grad_norm']:.3g}; update skipped"
+    line = f"step 7: a spike, loss {rows[6]['loss']:.4f}, gradient norm {rows[6]['grad_norm']:.3g}, update skipped"
     assert line in capsys.readouterr().out
     [event] = [event for event in read_events(tmp_path / "run") if event["event"] == "spike"]
     assert event.items() >= {"step": 7, "loss": rows[6]["loss"], "skipped": True}.items()

@@ -55,7 +55,7 @@ def test_restart_repeats_what_may_go_better_until_success(restarted):
     code, starts, said = restarted("1:5 137 1 0", "--max_restarts=3")
     assert (code, starts) == (0, 4)
     for number, (line, exit_code) in enumerate(zip(said.splitlines(), (1, 137, 1), strict=True), 1):
-        assert_names(line, f" {exit_code};", f"restart {number} of 3", "step 5", "0 s")
+        assert_names(line, f" {exit_code},", f"restart {number} of 3", "step 5", "0 s")
     code, starts, said = restarted("1", "--max_restarts=2")
     assert (code, starts) == (1, 3)
     assert_names(said.splitlines()[-1], " 1 ", "2 restarts", "step 5")
@@ -147,7 +147,7 @@ def test_restart_requeues_only_a_job_near_its_time_limit(tmp_path):
         scontrol.chmod(0o755)
         for code in (75, 137):
             *asked, line = stopped(signal.SIGUSR1, code).splitlines()[: 1 + is_requeued]
-            assert_names(line, f" {code};", "job 7 ", "step 0")
+            assert_names(line, f" {code},", "job 7 ", "step 0")
             assert asked == ["requeue 7"] * is_requeued
             assert ("error: " in stopped(signal.SIGUSR1, code)) != is_requeued
     for number, code in ((signal.SIGUSR1, 0), (signal.SIGUSR1, 2), (signal.SIGTERM, 75)):

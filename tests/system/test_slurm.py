@@ -257,7 +257,7 @@ def test_a_job_near_its_time_limit_is_saved_and_requeued(story):
     step = story.starts["first"][3]
     assert step > story.saved["time limit"]
     assert_names(story.logs["first"], f"SIGUSR1 after step {step},")
-    requeued = re.findall(r"(?m)^exit code 75; job \d+ is put back .* from step (\d+)$", story.logs["first"])
+    requeued = re.findall(r"(?m)^exit code 75, job \d+ is requeued .* from step (\d+)$", story.logs["first"])
     assert requeued == [str(step)]
 
 
