@@ -75,7 +75,7 @@ class _Rows:
     slices: tuple[tuple[int, int, int], ...] | None
 
     def take(self, x: Any, at: int) -> Any:
-        """Returns the rows of an array whose dimensions from `at` on are these."""
+        """Returns the rows of an array that has these dimensions from `at` on."""
         stop = at + len(self.sizes)
         if self.slices is None:
             return x.reshape(*x.shape[:at], math.prod(x.shape[at:stop]), *x.shape[stop:])
