@@ -106,8 +106,9 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
             raise ValueError(f"autocast policy {policy!r} is unknown. Use {known}, or your own CastPolicy.")
         policy = POLICIES[policy]
     if not isinstance(policy, CastPolicy):
-        known = ", ".join(POLICIES)
-        raise ValueError(f"autocast policy {policy!r} is not a policy. Use {known}, or your own CastPolicy.")
+        raise ValueError(
+            f"autocast policy {policy!r} is not a policy. Use {', '.join(POLICIES)}, or your own CastPolicy."
+        )
     rules = policy.rules
 
     def run(closed: core.ClosedJaxpr, leaves: list[Any]) -> list[Any]:

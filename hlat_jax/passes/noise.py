@@ -1,4 +1,4 @@
-"""Warns of a loss with random numbers that depend on how the batch is split over devices and microbatches."""
+"""Warns of a loss with random numbers that depend on the split of the batch over devices and microbatches."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class RematPlan:
       region: the regions of the checkpoints, as in `RematOptions`. It is auto if the caller of `search` decides.
       segments: number of segments of each kind, if these are the regions.
       passes: name -> pass that changed the function before the choice, "nest" (`scan_segments.nest_scans`) or "chunk".
-      changes: lines with the changes of the passes.
+      changes: lines with the changes by these passes.
     """
 
     choice: RematChoice | None

@@ -112,7 +112,7 @@ def check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -
 def parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
     """Returns the resolved config of a command line, with the model of its initial weights, and its other flags.
 
-    If one of these is --workdir, by default runs/NAME, a run there gives its model and tokenizer.
+    If there is a flag --workdir, by default runs/NAME, with a run in it, model and tokenizer come from this run.
     """
     mutable, values = flags_lib.parse(argv, define)
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}") if "workdir" in values else None

@@ -80,5 +80,5 @@ def test_padding_is_not_saved_and_rows_that_are_none_are_refused(tmp_path):
         ValueError, match=r"head of params has 62 rows, and rows from model.vocab_size=61 on are not zeros"
     ):
         hlat_jax.hf.save(padded, cfg, "", tmp_path / "other")
-    with pytest.raises(ValueError, match=r"final_norm.scale is \(33,\), and \(32,\) in the model"):
+    with pytest.raises(ValueError, match=r"final_norm.scale .*\(33,\), .*\(32,\) in the model"):
         hlat_jax.hf.save(params | {"final_norm": {"scale": np.zeros(33)}}, cfg, "", tmp_path / "other")

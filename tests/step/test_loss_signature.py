@@ -25,7 +25,7 @@ def scalar(params, batch):
 MISTAKEN = [
     (classified, False, r"returned \(float32\[\], float32\[\]\). Return the mean loss .*give has_aux=True"),
     (lambda p, b: {"loss": scalar(p, b)}, False, r"\{loss: float32\[\]\}"),
-    (lambda p, b: scalar(p, b).astype(int), False, r"returned int32\[\];"),
+    (lambda p, b: scalar(p, b).astype(int), False, r"returned int32\[\]"),
     (lambda p, b: SumAndCount((b["x"] @ p["w"])[:, 0], 1), False, r"SumAndCount\(total=float32\[\d+\], count=1"),
     (lambda p, b: SumAndCount(scalar(p, b), jnp.ones(2)), False, r"count=float32\[2\]\)"),
     (scalar, True, r"returned float32\[\]. With has_aux=True, return \(loss, auxiliary values\)"),
@@ -74,7 +74,7 @@ ASKS_OTHERWISE = [
     (
         with_state,
         {"model_state": {"seed": jax.random.key(0)}},
-        r"model_state\['seed'\] is key<fry>: .*take random keys as `keys`",
+        r"model_state\['seed'\] is key<fry>. .*take random keys as `keys`",
     ),
     (with_state, {"model_state": STATS, "options": {"accumulate": run_pipeline}}, "model_state needs a single loss"),
     (

@@ -231,7 +231,7 @@ class _Region:
         return len(self._loops), aval_bytes(self.seed.aval) // num_chunks, self._kept_bytes
 
     def match(self) -> Match:
-        """Returns the region as a match that the loops replace."""
+        """Returns the region as a match with the loops as its replacement."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
         originals = self.graph.copied | {new: var for (var, _), new in self.copies.items()}
         reads = [var for eqn in self.chunks.eqns for var in variables(eqn.invars) if var not in made]
