@@ -141,7 +141,7 @@ def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def autocast(fn: _Fn | None = None, policy: CastPolicy | str = "bf16") -> Any:
+def autocast(fn: _Fn | None = None, *, policy: CastPolicy | str = "bf16") -> Any:
     """Returns the function with its fp32 matrix products in bf16 or fp16, see `autocast_pass.autocast`.
 
     Args:
@@ -184,8 +184,8 @@ def select_residuals(fn: _Fn) -> Any:
 
 def remat(
     fn: _Fn | None = None,
-    budget: int | str = "",
     *,
+    budget: int | str,
     step: Callable[[Callable], Callable] = jax.value_and_grad,
     options: RematOptions = _DEFAULT,
 ) -> Any:

@@ -90,8 +90,8 @@ def train_step(
 
     Raises:
       ValueError: no function, no transformation, parameters that are not floating-point arrays, or missing shapes that
-        an option needs. Before it compiles, the step raises it for other results of the loss function, a batch
-        that does not divide, or other extra arguments of the optimizer.
+        an option needs. The step raises it for a loss function with other results, a batch that does not
+        divide, or an optimizer with other arguments.
     """
     signature = signature_of(loss_fn, has_aux=has_aux)
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):

@@ -128,15 +128,15 @@ def test_an_order_that_may_change_less_is_warned_of():
     with pytest.warns(UserWarning, match="autocast runs after chunk"):
         passes.autocast(passes.chunk(loss))
     with warnings.catch_warnings(action="error"):
-        passes.remat(passes.select_residuals(passes.chunk(passes.kernels(passes.autocast(loss)))), "1GiB")
+        passes.remat(passes.select_residuals(passes.chunk(passes.kernels(passes.autocast(loss)))), budget="1GiB")
 
 
 def test_a_budget_is_met_or_refused_when_the_function_is_traced():
     plain = jax.jit(jax.value_and_grad(loss)).lower(W, X, Y).compile().memory_analysis().temp_size_in_bytes
-    fitted = jax.jit(jax.value_and_grad(passes.remat(loss, plain // 2)))
+    fitted = jax.jit(jax.value_and_grad(passes.remat(loss, budget=plain // 2)))
     assert fitted.lower(W, X, Y).compile().memory_analysis().temp_size_in_bytes <= plain // 2
     with pytest.raises(passes.BudgetNotMet, match="budget"):
-        jax.eval_shape(passes.remat(loss, "1KiB"), W, X, Y)
+        jax.eval_shape(passes.remat(loss, budget="1KiB"), W, X, Y)
     with pytest.raises(ValueError, match="budget"):
         passes.remat(budget="much")
 

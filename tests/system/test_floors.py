@@ -132,7 +132,7 @@ def test_public_functions_have_few_positional_parameters():
         positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
         with_default = positional[len(positional) - len(node.args.defaults) :] if node.args.defaults else []
         assert len(positional) <= 3 or node.name in ("step", "save", *PRODUCTS), f"{module}: {node.name}{positional}"
-        assert set(with_default) <= {"positions_BT", "learning_rate"}, (
+        assert set(with_default) <= {"positions_BT", "learning_rate", "fn"}, (
             f"{module}: {node.name}: {with_default} must be keyword-only"
         )
 
