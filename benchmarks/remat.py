@@ -8,7 +8,7 @@
 All compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
 counted in its trace. On CPU the first flag below makes XLA order the program for memory, as it does on accelerators,
 and the second saves time; what XLA allocates on an accelerator may differ. A program that several goals tried was
-compiled once, and its seconds count for each of them. That gradients stay equal is in tests/passes/test_remat.py.
+compiled once, and its seconds count for each of them. That gradients stay equal is in tests/passes/test_remat_pass.py.
 """
 
 import argparse

@@ -608,16 +608,16 @@ def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
     def with_large_steps(params, batch):
         return jnp.sum(logits_of(params, batch)[:, :-1].reshape(-1) * jnp.sort(batch["soft"][:, 1:].reshape(-1)))
 
-    inside = "sort at test_chunk.py"  # in a function of JAX
+    inside = "sort at test_chunk_pass.py"  # in a function of JAX
     reasons = {returned: "result of the function", printed: "debug_callback", sorted_whole: inside}
-    reasons |= {decayed: "as many bytes", with_large_steps: "reshape at test_chunk.py"}
+    reasons |= {decayed: "as many bytes", with_large_steps: "reshape at test_chunk_pass.py"}
     for loss, words in reasons.items():
         ours = chunk(loss, max_bytes=LIMIT)
         jax.eval_shape(ours, PARAMS, BATCH)
         report = ours.report()
         assert not report.replacements
         assert words in report.refusals[0].reason
-        assert "test_chunk.py" in report.refusals[0].source
+        assert "test_chunk_pass.py" in report.refusals[0].source
 
 
 def test_sums_over_chunks_and_gradients_of_weights_are_in_fp32():

@@ -144,7 +144,7 @@ class Rewriter:
           closed: closed jaxpr.
           known: values of its inputs that are constant, by position.
         """
-        graph = derivative_rules.with_bodies(closed, known)
+        graph = derivative_rules.with_bodies(closed, known=known)
         bodies = {id(eqn): self._changed_body(graph, eqn) for eqn in graph.eqns}
         changed = {number: body for number, body in bodies.items() if body is not None}
         used = self._select_matches(graph)

@@ -52,7 +52,7 @@ class _Rule:
     ignored_results: frozenset[int]
 
 
-def with_bodies(closed: core.ClosedJaxpr, known: Mapping[int, np.ndarray] | None = None) -> EquationGraph:
+def with_bodies(closed: core.ClosedJaxpr, *, known: Mapping[int, np.ndarray] | None) -> EquationGraph:
     """Returns the graph of a jaxpr with the bodies of calls inlined that have the body's derivative as their rule.
 
     Args:
