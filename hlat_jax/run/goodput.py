@@ -77,6 +77,7 @@ class _EndEvent(_Event):
 
 
 _KINDS = {"start": _StartEvent, "saved": _StepEvent, "rewound": _StepEvent, "died": _EndEvent, "end": _EndEvent}
+_KINDS["complete"] = _StepEvent
 
 
 class Ledger:
@@ -233,6 +234,17 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a torn or damaged line is left out."""
     lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
     return [line.row for line in lines if line.row is not None]
+
+
+def newest_saved(events: Sequence[dict[str, Any]]) -> int:
+    """Returns the step of the newest checkpoint in the events of a run; 0 if there was none."""
+    saved: set[int] = set()
+    for event in events:
+        if event["event"] == "saved":
+            saved.add(event["step"])
+        elif event["event"] == "rewound":
+            saved = {step for step in saved if step <= event["step"]}
+    return max(saved, default=0)
 
 
 def _recorded_lives(workdir: pathlib.Path) -> dict[tuple, dict[str, Any]]:
