@@ -54,7 +54,7 @@ class PrometheusFile:
             lines.append(f"# TYPE {name} {kind}")
             for part, value in parts.items():
                 label = f',part="{_escape(part)}"' if part else ""
-                lines.append(f'{name}{{run="{_escape(self._run)}"{label}}} {_number(value)}')
+                lines.append(f'{name}{{run="{_escape(self._run)}"{label}}} {value!r}')
         partial = self._path.with_suffix(".partial")  # the collector reads *.prom
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(partial, self._path)
@@ -67,7 +67,3 @@ def _name(group: str, key: str) -> str:
 
 def _escape(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text := repr(value), text)
