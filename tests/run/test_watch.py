@@ -35,8 +35,8 @@ def ledger(tmp_path):
 def write_rows(folder, steps, **fields):
     with open(folder / ROWS_FILE, "a") as file:
         for step in steps:
-            row = {"step": step, "tokens": step, "loss": 3 + math.sin(step) / 100, "grad_norm": 1 + math.cos(step) / 100}
-            file.write(json.dumps(row | fields) + "\n")
+            values = {"loss": 3 + math.sin(step) / 100, "grad_norm": 1 + math.cos(step) / 100}
+            file.write(json.dumps({"step": step, "tokens": step} | values | fields) + "\n")
 
 
 def kinds(alerts):
