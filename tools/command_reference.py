@@ -21,6 +21,7 @@ COMMANDS = (
     "data peek",
     "run goodput",
     "run watch",
+    "run compare",
     "generate",
     "evaluate",
     "hf import",

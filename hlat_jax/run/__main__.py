@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.run goodput|watch RUN`: what the time of a run went to, and whether it needs somebody."""
+"""`python -m hlat_jax.run goodput|watch|compare RUN`: the time of a run, alerts, and the difference of two runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
+from hlat_jax.config import count_text
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.run import watch as watch_lib
 from hlat_jax.run.goodput import goodput
@@ -18,6 +19,7 @@ USAGE = """Usage: python -m hlat_jax.run VERB RUN [flags]
 
   goodput RUN   prints what each second of a run went to
   watch RUN     ends, or calls a webhook, if a run needs somebody
+  compare A B   prints the first step at which two runs differ, and why
 
 RUN is a run folder; the run may still train. Run VERB --help for details.
 """
@@ -39,9 +41,16 @@ any machine that sees the run folder.
 """
 
 
+_COMPARE = """Usage: python -m hlat_jax.run compare A B [flags]
+
+Prints the first step at which two runs of the same model differ, in which quantity, and the settings that may be the
+reason: config, data, versions, mesh, program, seed, skipped batches. A and B are run folders.
+"""
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns the exit code."""
-    verbs = {"goodput": _goodput, "watch": _watch}
+    verbs = {"goodput": _goodput, "watch": _watch, "compare": _compare}
     verb = flags_lib.choose_verb(argv, verbs, usage=USAGE)
     return verbs[verb](argv[1:])
 
@@ -49,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
 def _goodput(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)
-    account = goodput(_run_folder(argv, values, verb="goodput", usage=_GOODPUT))
+    [folder] = _run_folders(argv, values, verb="goodput", usage=_GOODPUT)
+    account = goodput(folder)
     print(json.dumps(account.seconds, indent=2) if values.json else account)
     return 0
 
@@ -65,19 +75,33 @@ def _watch(argv: Sequence[str]) -> int:
     flags.DEFINE_float("goodput_s", default.goodput_s, "Seconds for that share.", 1.0, flag_values=values)
     flags.DEFINE_string("webhook", "", "Web address that gets each alert by POST, as JSON.", flag_values=values)
     flags.DEFINE_float("every_s", 10.0, "Seconds between two looks.", 0.01, flag_values=values)
-    folder = _run_folder(argv, values, verb="watch", usage=_WATCH)
+    [folder] = _run_folders(argv, values, verb="watch", usage=_WATCH)
     watch_lib.check_webhook(values.webhook)
     limits = watch_lib.Limits(values.stalled_s, values.spike_sigmas, values.goodput, values.goodput_s)
     return watch_lib.watch(folder, limits, webhook=values.webhook, every_s=values.every_s)
 
 
-def _run_folder(argv: Sequence[str], values: flags.FlagValues, *, verb: str, usage: str) -> pathlib.Path:
-    """Returns the run folder that a command line names."""
+def _compare(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags_lib.define_path(values, "plot", "PNG file to draw the losses of both runs in.", use="write")
+    first, second = _run_folders(argv, values, verb="compare", usage=_COMPARE, count=2)
+    flags_lib.check_output("--plot", values.plot)
+    from hlat_jax.run.compare import compare  # not at the top: goodput needs no NumPy
+
+    print(compare(first, second, plot=values.plot))
+    return 0
+
+
+def _run_folders(
+    argv: Sequence[str], values: flags.FlagValues, *, verb: str, usage: str, count: int = 1
+) -> list[pathlib.Path]:
+    """Returns the run folders that a command line names."""
     words = flags_lib.parse_inputs(argv, values, usage=usage, missing="RUN is missing: the folder of a run.")
-    if len(words) != 1:
-        raise ValueError(f"{verb} takes one run folder, not {len(words)}.")
-    check_folder(words[0], key="RUN")
-    return local_path(words[0])
+    if len(words) != count:
+        raise ValueError(f"{verb} takes {count_text(count, 'run folder')}, not {len(words)}.")
+    for word in words:
+        check_folder(word, key="RUN")
+    return [local_path(word) for word in words]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -106,7 +107,7 @@ class Ledger:
             self.event("died", life=left)
         self._earlier = list(_recorded_lives(self._workdir).values())
         self._watchdog.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
-        self.event("start", **self._began)
+        self.event("start", **self._began, versions=_versions())
         self.beat()
         self._watchdog.beat = self.beat
         self._thread.start()
@@ -234,6 +235,15 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a torn or damaged line is left out."""
     lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
     return [line.row for line in lines if line.row is not None]
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide what a run computes."""
+    found = {}
+    for name in ("hlat_jax", "jax", "jaxlib", "libneuronxla", "neuronx-cc"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def newest_saved(events: Sequence[dict[str, Any]]) -> int:

@@ -272,7 +272,7 @@ def test_an_alert_that_the_webhook_never_takes_is_an_error(ledger, tmp_path, web
 
 def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
     assert_refused(run_here("watch"), "RUN")
-    assert_refused(run_here("watch", tmp_path, tmp_path), "one run folder, not 2")
+    assert_refused(run_here("watch", tmp_path, tmp_path), "1 run folder, not 2")
     assert_refused(run_here("watch", tmp_path), f"RUN={tmp_path}", "events.jsonl")
     assert_refused(run_here("watch", tmp_path / "no"), "RUN")
     assert_refused(run_here("watch", tmp_path, "--goodput=2"), "--goodput=2")
