@@ -62,6 +62,8 @@ def test_the_cause_of_a_step_comes_before_its_effects(trained_run, copied):
     first, _, *lines = compare(trained_run, folder).splitlines()
     assert first.endswith("differ first at step 5, in batch_hash:")
     assert [line.split()[:2] for line in lines[:2]] == [["batch_hash", "5"], ["loss", "5"]]
+    later = copied({}, lambda row: {"loss": 1.0} | ({"batch_hash": "f"} if row["step"] > 7 else {}))
+    assert "differ first at step 1, in loss:" in compare(trained_run, later)
 
 
 def test_versions_and_programs_are_compared(trained_run, copied):
