@@ -149,7 +149,7 @@ def _here(room):
     return run_here
 
 
-generate_here, evaluate_here, data_here = map(_here, ("generate", "evaluate", "data"))
+generate_here, evaluate_here, data_here, run_here = map(_here, ("generate", "evaluate", "data", "run"))
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ COMMANDS = (
     "data stats",
     "data peek",
     "run goodput",
+    "run watch",
+    "run compare",
     "generate",
     "evaluate",
     "hf import",
@@ -48,7 +50,7 @@ def reference() -> str:
         "`python -m hlat_jax.train`, and so with the other areas. A command without a usage below takes",
         "`--config=NAME|PATH.py`, `--config.SECTION.KEY=VALUE` for [every key](config.md), and its flags. Exit codes:",
         "0; 1 if the work failed; 2 if the command, the config or the data is wrong; 3 for a plan that does not fit;",
-        "124 for a run that was stuck; 130 after Ctrl-C.",
+        "3 to 8 for an alert of `run watch`; 124 for a run that was stuck; 130 after Ctrl-C.",
     ]
     for command in COMMANDS:
         usages, flags = _parts(help_of(command))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -77,6 +78,7 @@ class _EndEvent(_Event):
 
 
 _KINDS = {"start": _StartEvent, "saved": _StepEvent, "rewound": _StepEvent, "died": _EndEvent, "end": _EndEvent}
+_KINDS["complete"] = _StepEvent
 
 
 class Ledger:
@@ -105,7 +107,7 @@ class Ledger:
             self.event("died", life=left)
         self._earlier = list(_recorded_lives(self._workdir).values())
         self._watchdog.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
-        self.event("start", **self._began)
+        self.event("start", **self._began, versions=_versions())
         self.beat()
         self._watchdog.beat = self.beat
         self._thread.start()
@@ -233,6 +235,26 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run in order, without torn or damaged lines."""
     lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
     return [line.row for line in lines if line.row is not None]
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide what a run computes."""
+    found = {}
+    for name in ("hlat_jax", "jax", "jaxlib", "libneuronxla", "neuronx-cc"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def newest_saved(events: Sequence[dict[str, Any]]) -> int:
+    """Returns the step of the newest checkpoint in the events of a run; 0 if there was none."""
+    saved: set[int] = set()
+    for event in events:
+        if event["event"] == "saved":
+            saved.add(event["step"])
+        elif event["event"] == "rewound":
+            saved = {step for step in saved if step <= event["step"]}
+    return max(saved, default=0)
 
 
 def _recorded_lives(workdir: pathlib.Path) -> dict[tuple, dict[str, Any]]:

@@ -27,7 +27,7 @@ from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source, resolve
 from hlat_jax.run import budget
 from hlat_jax.run.drift import complete, drift_of
-from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, newest_saved, read_events
 from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run
@@ -195,7 +195,7 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again
     Raises:
       ValueError: the run had a checkpoint, and `begin_again` is false.
     """
-    last, step = _last_row(workdir), newest_saved(workdir)
+    last, step = _last_row(workdir), newest_saved(read_events(workdir))
     if step and not begin_again:
         raise ValueError(
             f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({EVENTS_FILE}), and the "
@@ -211,7 +211,7 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again
 
 def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:
     """Prints the lost checkpoints and rows of a run that resumes at the checkpoint of `step`. Process 0 calls it."""
-    newest = newest_saved(workdir)
+    newest = newest_saved(read_events(workdir))
     if newest > step:
         print(
             f"the checkpoint of step {newest} is gone or damaged, and the rows reach step {_last_row(workdir)}. The "
@@ -236,17 +236,6 @@ def print_missing_rows(workdir: pathlib.Path, step: int) -> None:
             f"{ROWS_FILE} lacks {count_text(len(missing), 'row')} of the {step:,} steps up to the checkpoint (the "
             f"first for step {missing[0]}). Such rows stay missing"
         )
-
-
-def newest_saved(workdir: pathlib.Path) -> int:
-    """Returns the step of the newest checkpoint in the events of a run, or 0 without one."""
-    saved: set[int] = set()
-    for event in read_events(workdir):
-        if event["event"] == "saved":
-            saved.add(event["step"])
-        elif event["event"] == "rewound":
-            saved = {step for step in saved if step <= event["step"]}
-    return max(saved, default=0)
 
 
 def _last_row(workdir: pathlib.Path) -> int:

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,25 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     if train or evals:
         axes.legend(frameon=False)
     return figure
+
+
+def plot_two(losses: Mapping[str, Mapping[int, float]], png_path: str | os.PathLike) -> None:
+    """Plots the losses, by step, of two runs by their names, and below how far they are apart."""
+    from matplotlib import figure as figures
+
+    (_, first), (_, second) = losses.items()
+    steps = [step for step in first if step in second and math.isfinite(first[step] - second[step])]
+    with _DRAWING:
+        figure = figures.Figure(figsize=(8, 6), layout="constrained")
+        above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        for (name, of_run), style in zip(losses.items(), ("-", "--"), strict=True):
+            above.plot([*of_run], [*of_run.values()], style, linewidth=1.0, label=name)
+        above.set_ylabel("cross-entropy (nats per token)")
+        above.legend(frameon=False)
+        below.semilogy(steps, [abs(first[step] - second[step]) or math.nan for step in steps], ".", markersize=3)
+        below.set_ylabel("difference, where not 0")
+        below.set_xlabel("step")
+        figure.savefig(png_path, dpi=_DPI)
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:

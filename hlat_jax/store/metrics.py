@@ -1,4 +1,4 @@
-"""Metrics of a run in metrics.jsonl, progress lines, TensorBoard and Weights & Biases.
+"""Metrics of a run in metrics.jsonl, progress lines, Prometheus, TensorBoard and Weights & Biases.
 
 `metrics.jsonl` is the record, and the others are views of it. It has each step exactly once, even if the run was killed
 and resumed. On resume, rows beyond the checkpoint move to `metrics.discarded.jsonl`. Values are Python numbers.
@@ -23,6 +23,7 @@ from hlat_jax.host import process
 from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 from hlat_jax.store.config_diff import flat
+from hlat_jax.store.prometheus import PrometheusFile
 from hlat_jax.store.typed_json import Line, read_lines
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
@@ -90,7 +91,7 @@ class MetricsLog:
         self._rows: list[dict[str, Any]] = []  # since the last line
         self._opened_s = self._printed_s = time.monotonic()
         self._header_due = True
-        self._sinks = []
+        self._sinks: list[Any] = [PrometheusFile(workdir, num_steps=num_steps)]
         if config.tensorboard:
             self._sinks.append(_TensorBoard(workdir / TENSORBOARD_FOLDER, start_step, hyperparameters or {}))
         if config.wandb_project:

@@ -15,7 +15,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.resolve import resolve
 from hlat_jax.run import drift, resume
-from hlat_jax.run.goodput import Ledger
+from hlat_jax.run.goodput import Ledger, newest_saved, read_events
 from hlat_jax.store import integrity
 from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
 from hlat_jax.store.metrics import ROWS_FILE
@@ -42,7 +42,7 @@ def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
     assert_names(capsys.readouterr().out, "step 20", "step 25", "step 10")
     resume.report_losses(workdir, 10, ledger=ledger)
     assert capsys.readouterr().out == ""
-    assert resume.newest_saved(workdir) == 10
+    assert newest_saved(read_events(workdir)) == 10
 
 
 def test_missing_and_damaged_rows_are_said_when_a_run_resumes(folder, capsys):

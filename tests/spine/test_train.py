@@ -87,7 +87,7 @@ def test_train_writes_the_expected_run_files_and_prints_a_summary(finished):
     config, workdir, out = finished
     assert {path.name for path in workdir.iterdir()} == {
         ".lock", "checkpoints", "config.json", "environment.json",
-        "programs.json", "index", "loss.png", "metrics.jsonl", "events.jsonl",
+        "programs.json", "index", "loss.png", "metrics.jsonl", "metrics.prom", "events.jsonl",
         "tensorboard", "tokenizer",
     }  # fmt: skip
     assert json.loads((workdir / "config.json").read_text()) == config.to_dict()
