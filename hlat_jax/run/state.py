@@ -18,6 +18,8 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.parallel.rows import gather_rows
 from hlat_jax.run import optional
+from hlat_jax.run.compilation import Compilations
+from hlat_jax.run.corruption import Recompute, StateDigest
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
@@ -44,6 +46,8 @@ class Inputs:
       held_out: batches of held-out text by the name of their source.
       settings: recorded in every checkpoint, see `resume.settings_of`.
       exporter: exports in the background, if configured; of process 0 alone.
+      first_compilations: compiles what is needed before a choice for a memory budget.
+      state_digest: the digests of the state.
     """
 
     config: Config
@@ -57,6 +61,8 @@ class Inputs:
     settings: dict[str, Any]
     checkpointer: Checkpointer
     exporter: optional.Exporter | None
+    first_compilations: Compilations
+    state_digest: StateDigest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Run(Inputs):
     Attributes:
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
+      recompute: computes a microbatch again; None without `train.check_devices_every_steps`.
       log: the metrics log; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
@@ -77,6 +84,7 @@ class Run(Inputs):
     validation: Validation | None
     train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
     state_norms: Callable[[State], Mapping[str, jax.Array]]
+    recompute: Recompute | None
     sampler: Programs | None
     log: MetricsLog | Silent
     monitor: NeuronMonitor
