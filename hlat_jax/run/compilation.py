@@ -24,7 +24,7 @@ from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.digests import PROBE, make_digest
 from hlat_jax.program import RunProgram, make_program, programs_of_run, sample_programs, state_bytes
-from hlat_jax.run.corruption import Recompute, array_names
+from hlat_jax.run.digests import Recompute, array_names
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
 from hlat_jax.store.atomic_files import write_json
@@ -94,11 +94,12 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 class Compilations:
     """Compiles the programs of a run, and records their fingerprints and compile times."""
 
-    def __init__(self, program: RunProgram):
+    def __init__(self, program: RunProgram, *, beside: Compilations | None = None):
+        """Keeps the record of `beside`, which has compiled other programs of this run, in common with it."""
         self.program = program
         self._programs = traced_programs(program)
         self._options = xla_options.compiler_options(program.layout)
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, dict[str, Any]] = {} if beside is None else beside._entries
 
     def compile(self, name: str) -> Any:
         """Returns a program of `traced_programs`, compiled. Raises OSError if neuronx-cc was killed."""
@@ -150,7 +151,7 @@ def compiled_recompute(compilations: Compilations, train_step: Any) -> Recompute
         config, num_parts = program.config, program.config.data.batch_size // program.layout.row_degree
         train = dataclasses.replace(config.train, accumulate="programs", num_microbatches=num_parts)
         program = make_program(dataclasses.replace(config, train=train), program.layout)
-        compilations, train_step = Compilations(program), program.microbatch_step
+        compilations, train_step = Compilations(program, beside=compilations), program.microbatch_step
         parts = {name: compilations.compile(name) for name in ("start", *train_step.ticks)}
         train_step = train_step.with_programs({**train_step.programs, **parts})
     digest, kept = compilations.compile("digest_sums"), program.microbatch_arguments["update"][1]["kept"]

@@ -32,7 +32,7 @@ from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_recompute, compiled_sampler, compiled_step
-from hlat_jax.run.corruption import make_state_digest
+from hlat_jax.run.digests import make_state_digest
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
@@ -161,9 +161,12 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
+    if saved is not None:
+        with signals.phase("compiling"):  # for the time of a restore, see `goodput`
+            inputs.state_digest.compiled()
     with signals.phase("restoring the checkpoint"):
         abstract_state, digest_problem = inputs.program.abstract_state, inputs.state_digest.problem
-        restored = None if saved is None else inputs.checkpointer.restore(abstract_state, digest_problem)
+        restored = None if saved is None else inputs.checkpointer.restore(abstract_state, digest_problem=digest_problem)
     if restored is not None and restored.step >= config.train.num_steps:
         return Start(restored=restored, is_own=True)
     if distributed.is_first():
@@ -198,7 +201,7 @@ def compile_run(
     say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
     say("compiling", "the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
-    layout, compilations = program.layout, Compilations(program)
+    layout, compilations = program.layout, Compilations(program, beside=inputs.first_compilations)
     progress, origin = _progress(inputs, start, compilations)
     if is_first:
         _rewind_folder(inputs, start, progress)
@@ -250,7 +253,6 @@ def compile_run(
     inputs.state_digest.compiled()  # before the first step
     if is_first:
         compilations.write(workdir)
-        inputs.first_compilations.write(workdir)
     return run, progress
 
 

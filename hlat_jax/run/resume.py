@@ -29,7 +29,7 @@ from hlat_jax.run import budget
 from hlat_jax.run.drift import complete, drift_of
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import DigestProblem, Restored, read_checkpoint
+from hlat_jax.store.checkpoint import DigestError, DigestProblem, Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damaged_lines, read_rows
@@ -114,7 +114,10 @@ def open_branch(
             f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
             "change optimizer but its name, train, parallel, held-out text, implementations and JAX settings."
         )
-    restored = read_checkpoint(checkpoint, program.abstract_state, digest_problem)
+    try:
+        restored = read_checkpoint(checkpoint, program.abstract_state, digest_problem=digest_problem)
+    except DigestError as error:
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({error}); use another one.") from None
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
     say("branch", f"from step {step} of {folder.absolute()}: its state, optimizer and data position")

@@ -18,8 +18,6 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.parallel.rows import gather_rows
 from hlat_jax.run import optional
-from hlat_jax.run.compilation import Compilations
-from hlat_jax.run.corruption import Recompute, StateDigest
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
@@ -31,6 +29,8 @@ from hlat_jax.store.metrics import MetricsLog, Silent
 
 if TYPE_CHECKING:
     from hlat_jax.program import RunProgram
+    from hlat_jax.run.compilation import Compilations
+    from hlat_jax.run.digests import Recompute, StateDigest
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 

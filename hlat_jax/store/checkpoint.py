@@ -250,7 +250,7 @@ class Checkpointer:
         step, _ = newest
         return step, saved_run(self.folder / str(step))["metadata"]
 
-    def restore(self, abstract_state: Any, digest_problem: DigestProblem | None = None) -> Restored | None:
+    def restore(self, abstract_state: Any, *, digest_problem: DigestProblem | None = None) -> Restored | None:
         """Returns the newest usable checkpoint; None when there is none.
 
         One that is damaged, has the name of another step or holds a state that is not finite or has another digest is
@@ -271,7 +271,7 @@ class Checkpointer:
                 return None
             step, unusable = newest
             try:
-                restored = read_checkpoint(self.folder / str(step), abstract_state, digest_problem)
+                restored = read_checkpoint(self.folder / str(step), abstract_state, digest_problem=digest_problem)
                 break
             except DigestError as error:
                 others[step] = str(error)
@@ -347,7 +347,9 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     return folder / str(step)
 
 
-def read_checkpoint(folder: pathlib.Path, abstract_state: Any, digest_problem: DigestProblem | None = None) -> Restored:
+def read_checkpoint(
+    folder: pathlib.Path, abstract_state: Any, *, digest_problem: DigestProblem | None = None
+) -> Restored:
     """Returns one checkpoint, from `find_saved`; its window of spikes begins again if it was saved with other shapes.
 
     The embedding table and the head, and what the optimizer keeps of them, may be padded with more rows of zeros, or
