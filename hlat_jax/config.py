@@ -391,6 +391,11 @@ class TrainConfig:
     eval_tasks_limit: int = _key(0, "Number of questions of each task, from the first. 0 means all.", least=0)
     eval_tasks_folder: str = _key("", "Folder with your tasks, as YAML files.", is_path=True)
     max_nonfinite_steps: int = _key(3, "Steps in a row, not finite or without targets, that end the run.", least=1)
+    check_devices_every_steps: int = _key(
+        0,
+        "Steps between checks for silent corruption: replicas compared, a microbatch computed twice. 0 means none.",
+        least=0,
+    )
     spikes: str = _key(
         "off",
         "Reaction to a loss or gradient norm far above the steps before. skip masks the update.",

@@ -18,6 +18,8 @@ After c updates, one iteration
 6. logs the metrics of step c. The device already has its next work and never waits for the host. Nor does it wait for
    the synchronization on batch c + 1, which happens while it runs step c. A thread exports a finished save, if due.
 
+After 6, and only with `train.check_devices_every_steps`, the devices are checked for silent corruption.
+
 The trace of `train.profile_steps` starts before 4 and stops after 6. Both wait for the steps dispatched so far.
 
 All processes run this loop and take the same branches. Only process 0 prints and writes rows.
@@ -42,7 +44,7 @@ from hlat_jax.host.console import say
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import nonfinite, optional, results
+from hlat_jax.run import corruption, nonfinite, optional, results
 from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
@@ -114,6 +116,11 @@ def _loop(run: Run, progress: Progress) -> None:
         with run.sync.signals.phase("training"):
             _step(run, progress, batch)
             _log(run, progress)
+        if _due(progress.step, run.config.train.check_devices_every_steps):
+            _finish_steps(run, progress)
+            with run.sync.signals.phase("checking the devices"):
+                corruption.check_devices(run, progress, batch.batch)
+            progress.timed_from_s = time.monotonic()
         if progress.step == run.step_trace.last:
             _trace(run, progress, "writing the trace", run.step_trace.close)
 
@@ -185,6 +192,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
             print(f"checkpoint of step {progress.step}, which was not finite, postponed to the next finite step")
         progress.save_postponed = True
         return
+    digest = corruption.check_state(run, progress)
     norms = nonfinite.finite_norms(run, progress)
     _note_saved(run, progress, run.checkpointer.wait())  # the one before: it is recorded before anything else may fail
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
@@ -192,7 +200,9 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
     run.checkpointer.exported.step = run.exporter.reading_step if run.exporter is not None else 0
-    run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
+    run.checkpointer.save(
+        progress.step, progress.state, position=position, metadata=metadata, norms=norms, digest=digest
+    )
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
         run.log.goodput_row(progress.step, run.ledger.goodput().shares)

@@ -26,6 +26,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, sum_in_blocks
 from hlat_jax.parallel import collectives
+from hlat_jax.parallel.digests import make_digest
 from hlat_jax.parallel.host_arrays import place_constant, place_values
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
@@ -57,6 +58,7 @@ class RunProgram:
       init: jitted function of a uint32 seed -> state before the first step, with weights drawn from the seed's rbg key.
       eval_step: jitted function (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
       norms: jitted function of a state -> fp32 norms by part, see `_state_norms`.
+      digest: jitted function (state, probe) -> digests of the arrays on each device, see `digests.make_digest`.
     """
 
     config: Config
@@ -68,6 +70,7 @@ class RunProgram:
     init: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
     norms: jax.stages.Wrapped
+    digest: jax.stages.Wrapped
 
     @property
     def step(self) -> jax.stages.Wrapped:
@@ -164,7 +167,8 @@ def programs_of_run(program: RunProgram) -> list[str]:
     """
     config, ticks = program.config, PHASES if program.layout.size(("pipe",)) > 1 else ("microbatch",)
     names = ["start", *ticks, "update"] if program.accumulate == "programs" else ["train"]
-    names += ["norms"] if program.inits_on_host else ["init", "norms"]
+    names += [*([] if program.inits_on_host else ["init"]), "norms", "digest"]
+    names += ["digest_sums"] if config.train.check_devices_every_steps else []
     names += ["eval"] if config.data.validation else []
     return names + sample_programs(config.train.sample_prompt)
 
@@ -187,6 +191,11 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     check_simulated(config, layout)
     platform = layout.platform if precision.simulate == "none" else "neuron"
     policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
+    if config.train.check_devices_every_steps and policy.rounding == "hardware":
+        raise ValueError(
+            f"train.check_devices_every_steps={config.train.check_devices_every_steps} needs a device that repeats its "
+            "bits, and this one rounds stochastically. Set precision.stochastic_rounding='software', or unset this key."
+        )
     train, spikes = config.train, None
     if train.spikes != "off":
         spikes = SpikePolicy(skips=train.spikes == "skip", sigmas=train.spike_sigmas, window=train.spike_window)
@@ -220,6 +229,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         init=_init(config, layout, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),
         norms=_state_norms(layout, training),
+        digest=jax.jit(make_digest(layout.mesh, training.shardings)),
     )
 
 

@@ -278,6 +278,11 @@ def check_training(c: Config) -> None:
             f"data.batch_size={d.batch_size} is not a multiple of train.num_microbatches={t.num_microbatches}. "
             f"Set train.num_microbatches to one of {divisors}."
         )
+    if t.check_devices_every_steps and c.precision.simulate != "none":
+        raise ValueError(
+            f"train.check_devices_every_steps={t.check_devices_every_steps} excludes precision.simulate="
+            f"{c.precision.simulate!r}, whose step is one program. Set one of them to its default."
+        )
     check_optimizer(o)
     profiled_steps(t)
     skipped_batches(t.skip_steps)

@@ -61,6 +61,7 @@ def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStac
         say("tokenizer", f"{config.data.tokenizer}, because {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
     from hlat_jax.host import distributed  # imports JAX, which must see the environment as it is now
+    from hlat_jax.run.corruption import CorruptionError
     from hlat_jax.run.nonfinite import NonFiniteError
     from hlat_jax.store import checkpoint
 
@@ -73,7 +74,7 @@ def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStac
             opening.close()
             options = {"begin_again": values.begin_again, "stopped_code": values.stopped_code, "given": given}
             return train(config, workdir, watchdog=watchdog, **options)
-    except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
+    except (OSError, NonFiniteError, CorruptionError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
         return 1
 
@@ -105,6 +106,7 @@ def train(
       ValueError: the config, data, machine or folder cannot be used to train. Nothing was changed.
       OSError: the disk failed. The last complete checkpoint is intact.
       NonFiniteError: `train.max_nonfinite_steps` steps in a row were not finite or had no target.
+      CorruptionError: a persistent finding of `train.check_devices_every_steps`.
     """
     workdir = local_path(workdir, key="workdir", use="run")
     import jax  # in here: the environment is set before

@@ -21,7 +21,7 @@ from hlat_jax.weights.init_model import parse_config
 _STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
 # target of LINTED -> instance type and LNC of a node that has it
 _NODES = {"trn1": ("trn1.32xlarge", 1), "trn2": ("trn2.48xlarge", 2), "trn2-lnc1": ("trn2.48xlarge", 1)}
-PROGRAMS = (*_STEP, "eval", "norms", "prefill", "decode", "generate")
+PROGRAMS = (*_STEP, "eval", "norms", "digest", "digest_sums", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:

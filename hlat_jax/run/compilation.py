@@ -6,6 +6,7 @@ The shapes follow from the config. An argument of another shape is an error and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -21,7 +22,9 @@ from hlat_jax.generate.generator import Programs, prefill_by, sample_shape
 from hlat_jax.host.console import say
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
-from hlat_jax.program import RunProgram, programs_of_run, sample_programs, state_bytes
+from hlat_jax.parallel.digests import PROBE, make_digest
+from hlat_jax.program import RunProgram, make_program, programs_of_run, sample_programs, state_bytes
+from hlat_jax.run.digests import Recompute, array_names
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
 from hlat_jax.store.atomic_files import write_json
@@ -67,6 +70,11 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
         arguments = prefill_arguments(layout, shape)
         return make_prefill(config.model, layout, slots=shape.slots).trace(params, *arguments)
 
+    def digest_sums() -> Any:
+        kept = program.microbatch_arguments["update"][1]["kept"]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, kept)
+        return jax.jit(make_digest(layout.mesh, shardings)).trace(kept, PROBE)
+
     def decode() -> Any:
         return make_decode(config.model, layout).trace(params, *_decode_arguments(program)[0])
 
@@ -75,6 +83,8 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
         **{name: functools.partial(program.trace_microbatch_step, name) for name in names},
         **({} if program.inits_on_host else {"init": lambda: program.init.trace(program.seed)}),
         "norms": lambda: program.norms.trace(state),
+        "digest": lambda: program.digest.trace(state, PROBE),
+        "digest_sums": digest_sums,
         "eval": program.trace_eval_step,
         "prefill": prefill,
         "decode": decode,
@@ -84,11 +94,12 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 class Compilations:
     """Compiles the programs of a run, and records their fingerprints and compile times."""
 
-    def __init__(self, program: RunProgram):
+    def __init__(self, program: RunProgram, *, beside: Compilations | None = None):
+        """Keeps the record of `beside`, which has compiled other programs of this run, in common with it."""
         self.program = program
         self._programs = traced_programs(program)
         self._options = xla_options.compiler_options(program.layout)
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, dict[str, Any]] = {} if beside is None else beside._entries
 
     def compile(self, name: str) -> Any:
         """Returns a program of `traced_programs`, compiled. Raises OSError if neuronx-cc was killed."""
@@ -131,6 +142,20 @@ def compiled_step(compilations: Compilations) -> Any:
     needs = f"the step needs {format_bytes(temporary)} in addition to the state"
     say("compiled", f"{time.monotonic() - began:.1f} s; {needs}")
     return compiled
+
+
+def compiled_recompute(compilations: Compilations, train_step: Any) -> Recompute:
+    """Returns what computes a microbatch again: of the step's own programs, or else of one row on each device."""
+    program = compilations.program
+    if program.accumulate != "programs":
+        config, num_parts = program.config, program.config.data.batch_size // program.layout.row_degree
+        train = dataclasses.replace(config.train, accumulate="programs", num_microbatches=num_parts)
+        program = make_program(dataclasses.replace(config, train=train), program.layout)
+        compilations, train_step = Compilations(program, beside=compilations), program.microbatch_step
+        parts = {name: compilations.compile(name) for name in ("start", *train_step.ticks)}
+        train_step = train_step.with_programs({**train_step.programs, **parts})
+    digest, kept = compilations.compile("digest_sums"), program.microbatch_arguments["update"][1]["kept"]
+    return Recompute(train_step, digest, array_names(kept), program.shard)
 
 
 def compiled_sampler(compilations: Compilations) -> Programs:

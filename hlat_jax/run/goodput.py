@@ -34,6 +34,7 @@ _CATEGORIES = {
     "training again": "training again",
     "first step": "first step",
     "compiling": "compile",
+    "checking the devices": "device checks",
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
     "starting to save": "blocked on save",

@@ -9,6 +9,7 @@ import jax
 
 from hlat_jax.config import count_text
 from hlat_jax.host import distributed
+from hlat_jax.run import corruption
 from hlat_jax.run.state import Progress, Run
 from hlat_jax.step import StepMetrics
 from hlat_jax.store.checkpoint_checks import not_finite
@@ -55,6 +56,7 @@ def judge(run: Run, progress: Progress, *, metrics: StepMetrics, row: dict[str, 
 
 def _stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     """Raises NonFiniteError with what the last of too many such steps shows; all processes call it together."""
+    corruption.check_state(run, progress)  # names the device, if only one of the replicas is not finite
     run.log.sync()
     distributed.barrier()  # the rows are on the disk before any process ends the others
     batch = row.get("batch", row["step"])

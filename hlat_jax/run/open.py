@@ -31,7 +31,8 @@ from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
-from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
+from hlat_jax.run.compilation import Compilations, compiled_recompute, compiled_sampler, compiled_step
+from hlat_jax.run.digests import make_state_digest
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
@@ -127,6 +128,7 @@ def open_inputs(
     if distributed.is_first():
         for path in (workdir / resume.EXPORTS).glob("*.partial"):  # which a kill leaves behind
             shutil.rmtree(path, ignore_errors=True)
+    compilations = Compilations(program)
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
     return Inputs(
@@ -141,6 +143,8 @@ def open_inputs(
         settings=settings,
         checkpointer=checkpointer,
         exporter=exporter,
+        first_compilations=compilations,
+        state_digest=make_state_digest(functools.partial(compilations.compile, "digest"), program),
     )
 
 
@@ -159,8 +163,12 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
+    if saved is not None:
+        with signals.phase("compiling"):  # for the time of a restore, see `goodput`
+            inputs.state_digest.compiled()
     with signals.phase("restoring the checkpoint"):
-        restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
+        abstract_state, digest_problem = inputs.program.abstract_state, inputs.state_digest.problem
+        restored = None if saved is None else inputs.checkpointer.restore(abstract_state, digest_problem=digest_problem)
     if restored is not None and restored.step >= config.train.num_steps:
         return Start(restored=restored, is_own=True)
     if distributed.is_first():
@@ -175,7 +183,11 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
         with signals.phase("restoring the checkpoint"):
-            return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
+            digest_problem = inputs.state_digest.problem
+            branch = resume.open_branch(
+                inputs.program, workdir, settings=inputs.settings, digest_problem=digest_problem
+            )
+            return Start(restored=branch)
     if config.train.init_from:
         with signals.phase("opening the initial weights"):
             return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
@@ -191,7 +203,7 @@ def compile_run(
     say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
     say("compiling", "the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
-    layout, compilations = program.layout, Compilations(program)
+    layout, compilations = program.layout, Compilations(program, beside=inputs.first_compilations)
     progress, origin = _progress(inputs, start, compilations)
     if is_first:
         _rewind_folder(inputs, start, progress)
@@ -210,6 +222,8 @@ def compile_run(
     if inputs.held_out:
         evaluate = compilations.compile("eval")
         validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
+    train_step = compiled_step(compilations)
+    recompute = compiled_recompute(compilations, train_step) if config.train.check_devices_every_steps else None
     run = Run(
         config=config,
         workdir=workdir,
@@ -222,11 +236,14 @@ def compile_run(
         settings=inputs.settings | origin,
         checkpointer=inputs.checkpointer,
         exporter=inputs.exporter,
+        first_compilations=inputs.first_compilations,
+        state_digest=inputs.state_digest,
         check_folder=check_folder,
         sync=StepSync(config, inputs.batches.rows, signals),
         validation=validation,
-        train_step=compiled_step(compilations),
+        train_step=train_step,
         state_norms=compilations.compile("norms"),
+        recompute=recompute,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
         monitor=monitor,
@@ -235,6 +252,7 @@ def compile_run(
         start_step=progress.step,
         skipped=skipped_batches(config.train.skip_steps),
     )
+    inputs.state_digest.compiled()  # before the first step
     if is_first:
         compilations.write(workdir)
     return run, progress

@@ -29,7 +29,7 @@ from hlat_jax.run import budget
 from hlat_jax.run.drift import complete, drift_of
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, newest_saved, read_events
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import Restored, read_checkpoint
+from hlat_jax.store.checkpoint import DigestError, DigestProblem, Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damaged_lines, read_rows
@@ -92,7 +92,9 @@ def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, An
         atomic_files.write_json(workdir / budget.RECORD_FILE, remat)
 
 
-def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[str, Any]) -> Restored:
+def open_branch(
+    program: RunProgram, workdir: pathlib.Path, *, settings: dict[str, Any], digest_problem: DigestProblem | None = None
+) -> Restored:
     """Returns the checkpoint of `train.branch_from`, and copies the metrics of its run up to it into `workdir`.
 
     Raises:
@@ -112,7 +114,10 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
             f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings. A branch may "
             "change optimizer except its name, train, parallel, held-out text, implementations and JAX settings."
         )
-    restored = read_checkpoint(checkpoint, program.abstract_state)
+    try:
+        restored = read_checkpoint(checkpoint, program.abstract_state, digest_problem=digest_problem)
+    except DigestError as error:
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({error}); use another one.") from None
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
     say("branch", f"from step {step} of {folder.absolute()}, with its state, optimizer and data position")

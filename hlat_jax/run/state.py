@@ -29,6 +29,8 @@ from hlat_jax.store.metrics import MetricsLog, Silent
 
 if TYPE_CHECKING:
     from hlat_jax.program import RunProgram
+    from hlat_jax.run.compilation import Compilations
+    from hlat_jax.run.digests import Recompute, StateDigest
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 
@@ -44,6 +46,8 @@ class Inputs:
       held_out: name of the source -> batches of held-out text.
       settings: the settings in every checkpoint, see `resume.settings_of`.
       exporter: the background exporter of process 0, if configured.
+      first_compilations: compiles the programs that a choice for a memory budget needs.
+      state_digest: the digests of the state.
     """
 
     config: Config
@@ -57,6 +61,8 @@ class Inputs:
     settings: dict[str, Any]
     checkpointer: Checkpointer
     exporter: optional.Exporter | None
+    first_compilations: Compilations
+    state_digest: StateDigest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Run(Inputs):
     Attributes:
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics), which donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
+      recompute: computes a microbatch again, or None without `train.check_devices_every_steps`.
       log: the metrics log, silent in all processes except process 0.
       monitor: the utilization of the devices of process 0's node, as process 0 writes the rows.
       remat: the record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
@@ -77,6 +84,7 @@ class Run(Inputs):
     validation: Validation | None
     train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
     state_norms: Callable[[State], Mapping[str, jax.Array]]
+    recompute: Recompute | None
     sampler: Programs | None
     log: MetricsLog | Silent
     monitor: NeuronMonitor

@@ -62,6 +62,16 @@ class MicrobatchStep:
         Raises:
           ValueError: no microbatch.
         """
+        shapes, buffer = self.accumulate(state, microbatches)
+        state, metrics, self._held[shapes] = self.update(state, buffer, learning_rate)
+        return state, metrics
+
+    def accumulate(self, state: State, microbatches: Iterable[Any]) -> tuple[Any, Any]:
+        """Returns (shapes, buffer): the sums over microbatches, from which `update` makes the next state.
+
+        Raises:
+          ValueError: no microbatch.
+        """
         num_microbatches = 0
         if self.num_stages > 1:  # every tick reads their number; else each is on the devices when it is dispatched
             microbatches = list(microbatches)
@@ -73,8 +83,7 @@ class MicrobatchStep:
             buffer = self.ticks[name](buffer, inputs, part)
         if buffer is None:
             raise ValueError("microbatches is empty. Give a step one or more of them.")
-        state, metrics, self._held[shapes] = self.update(state, buffer, learning_rate)
-        return state, metrics
+        return shapes, buffer
 
     def num_dispatches(self, num_microbatches: int) -> dict[str, int]:
         """Returns name -> number of times that a step dispatches the tick, in the order of `ticks`."""

@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,14 @@ _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 class SaveError(OSError):
     """A checkpoint could not be written, and earlier checkpoints are untouched."""
+
+
+class DigestError(ValueError):
+    """A checkpoint whose arrays are not those that were saved."""
+
+
+# (restored state, digests by array as they were saved) -> which array has another one; "" if all have theirs
+DigestProblem = Callable[[Any, Mapping[str, int]], str]
 
 
 class Restored(NamedTuple):
@@ -155,6 +163,7 @@ class Checkpointer:
         position: np.ndarray,
         metadata: dict[str, Any],
         norms: Mapping[str, float],
+        digest: Mapping[str, int] | None = None,
     ) -> bool:
         """Starts to save in the background, after the previous save ended. Returns False if `step` is saved already.
 
@@ -164,6 +173,7 @@ class Checkpointer:
           position: int64 array, the data position after this step, equal in all processes.
           metadata: values that JSON can hold.
           norms: part of the state -> its norm, see program.RunProgram.
+          digest: the digest of every array of the state, which a restore compares, see `parallel.digests`.
 
         Raises:
           ValueError: a norm is not finite. Nothing was written, and no earlier checkpoint was removed.
@@ -175,7 +185,7 @@ class Checkpointer:
         if step in self._manager.all_steps():
             return False
         run = {"step": step, "position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state)}
-        run |= {"metadata": metadata, "norms": dict(norms)}
+        run |= {"metadata": metadata, "norms": dict(norms)} | ({"digest": dict(digest)} if digest else {})
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
         self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         chunked = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(leaf)), state)
@@ -241,24 +251,31 @@ class Checkpointer:
         step, _ = newest
         return step, saved_run(self.folder / str(step))["metadata"]
 
-    def restore(self, abstract_state: Any) -> Restored | None:
+    def restore(self, abstract_state: Any, *, digest_problem: DigestProblem | None = None) -> Restored | None:
         """Returns the newest usable checkpoint, or None without one.
 
-        A checkpoint is unusable if it is damaged, has the name of another step or holds a state that is not finite. It
-        is named on stderr and kept aside as `<step>.damaged-<n>`.
+        A checkpoint is unusable if it is damaged, has the name of another step, has another digest, or holds a
+        state that is not finite. It is named on stderr and kept aside as `<step>.damaged-<n>`.
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with the shardings into which arrays are read.
+          digest_problem: compares the digests.
 
         Raises:
           ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
         """
         self.wait()
-        newest = newest_usable(self.folder, deep=True)
-        if newest is None:
-            return None
-        step, unusable = newest
-        restored = read_checkpoint(self.folder / str(step), abstract_state)
+        others: dict[int, str] = {}  # checkpoints with other digests
+        while True:
+            newest = newest_usable(self.folder, deep=True, others=others)
+            if newest is None:
+                return None
+            step, unusable = newest
+            try:
+                restored = read_checkpoint(self.folder / str(step), abstract_state, digest_problem=digest_problem)
+                break
+            except DigestError as error:
+                others[step] = str(error)
         _warn_of(unusable, self.folder, f"going back to step {step}")
         if unusable:
             self._set_aside(unusable)
@@ -331,7 +348,9 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     return folder / str(step)
 
 
-def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
+def read_checkpoint(
+    folder: pathlib.Path, abstract_state: Any, *, digest_problem: DigestProblem | None = None
+) -> Restored:
     """Reads one checkpoint, from `find_saved`. Its window of spikes begins again if it was saved with other shapes.
 
     The embedding table and the head, and their optimizer state, may have other padding, as layouts pad differently.
@@ -341,6 +360,7 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
       abstract_state: the state as jax.ShapeDtypeStruct with shardings.
 
     Raises:
+      DigestError: `digest_problem` finds one.
       ValueError: the checkpoint holds arrays of other shapes or dtypes, which would be cast silently.
     """
     run = saved_run(folder)
@@ -361,6 +381,10 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
         return _read_array(folder, path, leaf, donatable=True)
 
     state = jax.tree_util.tree_map_with_path(read, abstract_state)
+    digest = run.get("digest", {})  # older versions saved none
+    digest = {name: value for name, value in digest.items() if not begins_again or not name.startswith("spikes.")}
+    if digest_problem is not None and digest and (problem := digest_problem(state, digest)):
+        raise DigestError(problem)
     return Restored(run["step"], state, np.asarray(run["position"], np.int64), run["metadata"])
 
 

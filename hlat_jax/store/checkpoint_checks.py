@@ -40,12 +40,14 @@ class _Saved(TypedDict):
     metadata: dict
     arrays: dict[str, str]
     norms: dict[str, float]
+    digest: NotRequired[dict[str, Count]]
 
 
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns the record of a checkpoint, which is all but its state.
 
-    It has "step", "position", "metadata", "arrays" (path -> dtype[shape]) and the "norms" of program.RunProgram.
+    It has "step", "position", "metadata", "arrays" (path -> dtype[shape]), the "norms" of program.RunProgram and, in
+    newer checkpoints, the "digest" (path -> digest).
 
     Raises:
       ValueError: a field is missing or of another kind, as an older version wrote it. The message has file and field.
@@ -82,17 +84,20 @@ def not_finite(norms: Mapping[str, Any]) -> str:
     return f"its state is not finite: {', '.join(parts)}" if parts else ""
 
 
-def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, str]] | None:
+def newest_usable(
+    folder: pathlib.Path, *, deep: bool, others: Mapping[int, str] | None = None
+) -> tuple[int, dict[int, str]] | None:
     """Returns the newest usable step of process 0 and step -> problem of all newer ones, or None without any step.
 
-    Every process calls it at the same point. With `deep` large files are summed too, see integrity.damage.
+    Every process calls it at the same point. With `deep` large files are summed too, see integrity.damage. The steps in
+    `others` are known to be unusable.
     """
     from hlat_jax.host import distributed  # imports JAX, which other checks of this module do not need
 
     unusable: dict[int, str] = {}
     [steps, *_] = distributed.exchange(json.dumps(saved_steps(folder)[::-1]))
     for step in json.loads(steps):
-        problem = problem_on_disk(folder / str(step), deep=deep)
+        problem = (others or {}).get(step) or problem_on_disk(folder / str(step), deep=deep)
         if not problem:
             return step, unusable
         unusable[step] = problem

@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",
+    "train.check_devices_every_steps",
     "train.skip_steps",  # for the batches to come; run.drift compares those that were passed
     "train.spike*",  # for the steps to come; a window that changes begins again, see store.checkpoint
     "train.early_stop_evals",  # the losses of all validations are kept

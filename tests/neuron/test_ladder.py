@@ -180,7 +180,7 @@ def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
     for row in found:
         assert row["command"] in printed
         assert all(word in row["command"] for word in (*words, *quiet))
-        assert list(row["programs"]) == ["start", "microbatch", "update", "norms"]
+        assert list(row["programs"]) == ["start", "microbatch", "update", "norms", "digest"]
         assert all(program["errors"] == [] for program in row["programs"].values())
         assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "norms"))
     four = found[1]["programs"]

@@ -668,7 +668,7 @@ def check_shipped(name, target, neuron_here, report_file, *, more=()):
     assert (code, error) == (0, "")
     report = json.loads(report_file.read_text())
     expected = ["start", *(PHASES if name == "70b" else ["microbatch"]), "update"]
-    expected += ["norms", "eval"] + (["decode"] if name == "tiny" else [])
+    expected += ["norms", "digest", "eval"] + (["decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
     explained = set()
     for program, found in report["programs"].items():

@@ -283,6 +283,7 @@ FIELDS = {
     "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
     # without a save, which ends a run at the first state that is not finite
     "train.max_nonfinite_steps": in_run(2, part="rows", given=DIVERGING | {"checkpoint.every_steps": 0}),
+    "train.check_devices_every_steps": in_run(2, part="programs"),
     "train.spikes": Row("skip", program),
     "train.spike_sigmas": Row(7.0, program, given={"train.spikes": "warn"}),
     "train.spike_window": Row(64, program, given={"train.spikes": "warn"}),

@@ -79,6 +79,7 @@ KINDS = {
     "torn checkpoint": Kind("damage", _DAMAGED),
     "flipped checkpoint": Kind("damage", _DAMAGED),
     "renamed checkpoint": Kind("damage", {GOES_BACK: "damaged", REFUSES: "every checkpoint is damaged"}),
+    "other digest in a checkpoint": Kind("damage", {GOES_BACK: "digest", REFUSES: "every checkpoint is damaged"}),
     "checkpoints away": Kind("damage", {REFUSES: "begin_again"}),
     "torn rows": Kind("damage", {RESUMES: ""}),
     "flipped rows": Kind("damage", {RESUMES: "", NOTES: "missing"}),
@@ -93,6 +94,7 @@ KINDS = {
     "data error that stays": Kind("inside", {ENDS: _UNREADABLE}),
     "slow data": Kind("inside", {GOES_ON: ""}, mild=True),
     "NaN in the weights": Kind("inside", {ENDS: "not finite"}),
+    "flipped bit of a replica": Kind("inside", {ENDS: "silent corruption, persistent: .*process"}, least=2),
     "clock jump": Kind("inside", {GOES_ON: "", ENDS: "[Tt]imed out"}, mild=True),  # while saving: Orbax uses the clock
 }
 
@@ -154,6 +156,11 @@ def damage(kind: str, workdir: pathlib.Path, rng: random.Random) -> Damage:
     newest = workdir / "checkpoints" / str(steps[-1])
     if kind == "renamed checkpoint":
         return rename(newest, newest.with_name(str(steps[-1] + rng.randrange(1, 4))))
+    if kind == "other digest in a checkpoint":
+        before = [(path, path.read_bytes()) for path in (newest / "run/metadata", newest / "integrity.json")]
+        name = rng.choice(sorted(json.loads(before[0][1])["digest"]))
+        micro.reseal(newest, lambda saved: saved["digest"].update({name: saved["digest"][name] ^ 1}))
+        return f"the digest of {name} in {newest.name}", lambda: [_put_back(*each) for each in before] and None
     if kind == "checkpoints away":
         return rename(newest.parent, workdir.with_name(f"{workdir.name}-checkpoints"))
     if kind == "torn rows":  # where a crash of the machine can: up to the checkpoint they are on the disk by fsync

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import pathlib
+import random
 import sys
 import time
 
@@ -61,6 +62,7 @@ class Faults:
 def install(faults: Faults) -> None:
     """Puts the faults into the functions of a run."""
     import jax
+    import micro
     import numpy as np
 
     from hlat_jax import loop
@@ -127,6 +129,14 @@ def install(faults: Faults) -> None:
             time.time = lambda: clock() + fault["jump_s"]
         if faults.due("NaN in the weights"):
             progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
+        if (fault := faults.due("flipped bit of a replica")) and "draw" in fault:
+            leaves, structure = jax.tree.flatten(progress.state["params"])
+            draw = random.Random(fault.pop("draw"))
+            index, bit = draw.randrange(len(leaves)), draw.randrange(32)
+            [shard] = leaves[index].addressable_shards
+            where = {"word": draw.randrange(shard.data.size), "bit": bit}
+            leaves[index] = micro.flip_on_device(leaves[index], shard.device, **where)
+            progress.state["params"] = structure.unflatten(leaves)
         step_of_loop(run, progress, batch)
 
     def poisoned(array):

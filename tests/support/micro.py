@@ -200,6 +200,17 @@ def flip_exponent_bit(tree, name):
     return tree
 
 
+def flip_on_device(array, device, *, word=0, bit=0):
+    """Returns an array with one bit of one word flipped in the shard of one device of this process alone."""
+    parts = []
+    for shard in array.addressable_shards:
+        values = np.array(shard.data)
+        if shard.device == device:
+            values.reshape(-1).view(f"uint{8 * values.dtype.itemsize}")[word] ^= 1 << bit
+        parts.append(jax.device_put(values, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
 def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     """Changes what a checkpoint holds beside its state, and its sums with it."""
     path = folder / "run/metadata"

@@ -49,6 +49,7 @@ SETTINGS = {
     "train.num_steps": NUM_STEPS,
     "train.spikes": "skip",
     "train.spike_window": 12,
+    "train.check_devices_every_steps": 3,
     "train.eval_every_steps": 6,
     "train.num_eval_batches": 1,
     "checkpoint.every_steps": SAVE_EVERY,
@@ -333,6 +334,8 @@ class Trial:
             fault.more["lasts_s"] = 2 * MOMENT_S
         elif kind == "data error for a moment":
             fault.more |= {"lasts_s": MOMENT_S, "errno": rng.choice(("EIO", "ESTALE", "ETIMEDOUT", "ENOENT"))}
+        elif kind == "flipped bit of a replica":
+            fault.more["draw"] = rng.random()
         elif kind == "data error that stays":
             fault.more["errno"] = rng.choice(("EIO", "ESTALE"))
         elif kind == "clock jump":
