@@ -32,6 +32,7 @@ from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
+from hlat_jax.run.copying import Copier
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
@@ -64,6 +65,7 @@ def open_run(
     program: RunProgram,
     workdir: pathlib.Path,
     *,
+    copier: Copier,
     signals: StopSignals,
     stack: contextlib.ExitStack,
     begin_again: bool = False,
@@ -74,13 +76,14 @@ def open_run(
     Args:
       program: of the run, over the devices of this job.
       workdir: the run folder; locked, and created if missing.
+      copier: fetches the newest checkpoint of a bucket, if that is newer.
       begin_again: whether to train from step 0 where all checkpoints of the run are lost.
       given: keys of the command line, see `resume.open_init`.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    inputs = open_inputs(program, workdir, signals=signals, stack=stack)
+    inputs = open_inputs(program, workdir, copier=copier, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
         with signals.phase("finishing a complete run", unfinished="the export and the summary"):
@@ -92,13 +95,14 @@ def open_run(
 
 
 def open_inputs(
-    program: RunProgram, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+    program: RunProgram, workdir: pathlib.Path, *, copier: Copier, signals: StopSignals, stack: contextlib.ExitStack
 ) -> Inputs:
     """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
     config = program.config
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
+    copier.open(signals)
     ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else Silent())
     rows, index_folder = process_rows(program.layout, config.data.batch_size), workdir / INDEX_FOLDER
     retries = Retries(lambda: bool(signals.name))
@@ -138,6 +142,7 @@ def open_inputs(
         held_out=held_out,
         settings=settings,
         checkpointer=checkpointer,
+        copier=copier,
         exporter=exporter,
     )
 
@@ -219,6 +224,7 @@ def compile_run(
         held_out=inputs.held_out,
         settings=inputs.settings | origin,
         checkpointer=inputs.checkpointer,
+        copier=inputs.copier,
         exporter=inputs.exporter,
         check_folder=check_folder,
         sync=StepSync(config, inputs.batches.rows, signals),

@@ -29,6 +29,7 @@ from hlat_jax.store.metrics import MetricsLog, Silent
 
 if TYPE_CHECKING:
     from hlat_jax.program import RunProgram
+    from hlat_jax.run.copying import Copier
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 
@@ -43,6 +44,7 @@ class Inputs:
       batches: iterator over the batches of this process.
       held_out: batches of held-out text by the name of their source.
       settings: recorded in every checkpoint, see `resume.settings_of`.
+      copier: copies checkpoints to a bucket, if configured.
       exporter: exports in the background, if configured; of process 0 alone.
     """
 
@@ -56,6 +58,7 @@ class Inputs:
     held_out: Mapping[str, HeldOut]
     settings: dict[str, Any]
     checkpointer: Checkpointer
+    copier: Copier
     exporter: optional.Exporter | None
 
 

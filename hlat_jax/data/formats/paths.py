@@ -18,9 +18,9 @@ from typing import NoReturn
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file, fetch_first
 from hlat_jax.config import count_text
-from hlat_jax.data.formats import remote
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Unreadable, reason
 from hlat_jax.facts.local_paths import local_path
+from hlat_jax.store import remote
 from hlat_jax.store.typed_json import read_json
 
 _FORMATS = {

@@ -1,9 +1,10 @@
-"""Files behind URLs, read with fsspec: each request has a time limit, and is tried again only for so long."""
+"""Files behind URLs, by fsspec: each request has a time limit, and is tried again only for so long."""
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
@@ -25,13 +26,18 @@ class RemoteError(OSError):
     """A request for a URL that failed, after all tries; the message does not have the URL."""
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL and the path in it."""
+def filesystem_of(url: str, *, num_tries: int = 1, **options: Any) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL and the path in it.
+
+    Args:
+      num_tries: tries that S3's client makes of each request, and so of each part of a large file.
+      options: further ones of that file system.
+    """
     import fsspec.core
 
     protocol = url.partition("://")[0]
     try:
-        filesystem, path = fsspec.core.url_to_fs(url, **_timeouts(protocol))
+        filesystem, path = fsspec.core.url_to_fs(url, **_timeouts(protocol), **options)
     except ImportError as error:
         if protocol in ("s3", "s3a", "http", "https"):
             raise ValueError(f"{url}: {error}. Run pip install 'hlat_jax[s3]', or give a local path.") from None
@@ -39,7 +45,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
     if protocol in ("s3", "s3a"):
-        filesystem.retries = 1  # else it multiplies the tries of `retry`
+        filesystem.retries = num_tries  # by default one: others would multiply the tries of `retry`
     return filesystem, path
 
 
@@ -60,10 +66,11 @@ def _timeouts(protocol: str) -> dict[str, Any]:
     return {name: ours | conf.get(protocol, {}).get(name, {})}
 
 
-def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
+def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None, ended: threading.Event | None = None) -> T:
     """Returns `ask()`, which is called again after a fault of the network, at the latest `for_s` after it began.
 
-    `for_s` is OPENING_S by default. The first fault is a line on stderr.
+    `for_s` is OPENING_S by default. The first fault is a line on stderr, unless there is an event `ended`. Once that
+    event is set, nothing is tried again.
 
     Raises:
       OSError: a RemoteError for what may pass, or a subclass such as FileNotFoundError for what does not.
@@ -80,11 +87,11 @@ def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
             if not _may_pass(cause):
                 raise type(error)(fault) if isinstance(error, _LASTING) else RemoteError(fault) from None
             left_s = began_s + for_s - time.monotonic() - wait_s
-            if left_s < 0:
+            if left_s < 0 or (ended is not None and ended.is_set()):
                 raise RemoteError(f"{fault}, tried for {time.monotonic() - began_s:.0f} s") from None
-        if wait_s == _FIRST_WAIT_S:
+        if wait_s == _FIRST_WAIT_S and ended is None:
             print(f"warning: {url}: {fault}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
-        time.sleep(wait_s)
+        (ended or threading.Event()).wait(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
