@@ -364,7 +364,7 @@ class TrainConfig:
     init_from: str = _key(
         "",
         "Run, checkpoint or Hugging Face folder with weights, model and tokenizer. Empty means random.",
-        is_path=True,
+        is_bucket=True,
     )
     branch_from: str = _key(
         "",

@@ -28,6 +28,7 @@ from hlat_jax.run.goodput import EVENTS_FILE
 from hlat_jax.store import atomic_files, remote
 from hlat_jax.store.bucket import (
     CHECKPOINTS,
+    PROBE,
     Bucket,
     begin_checkpoint,
     finish_checkpoint,
@@ -46,7 +47,6 @@ from hlat_jax.weights.hf_files import KEPT
 COPY_CODE = 74  # of a run that is saved in its folder, while its last checkpoint is not in the bucket
 KEY = "checkpoint.copy_to"
 RUN_RECORD = "copied_run.json"
-_PROBE = ".probe-"
 _PEERS_S, _POLL_S = 600.0, 2.0  # for the files that other processes send: without a new one, and between two looks
 # What a resumed run and other commands read beside a checkpoint: files that grow, and files that stay as they are.
 _GROWING, _FIXED = (ROWS_FILE, DISCARDED_FILE, EVENTS_FILE, "*.json"), (f"{TOKENIZER_FOLDER}/*", f"{KEPT}/**/*")
@@ -93,7 +93,7 @@ class Copier:
         with signals.phase("fetching the checkpoint"):
             own = self._run = _own_run(self._workdir)
             try:
-                _probe(self._bucket, f"{_PROBE}{jax.process_index()}")
+                _probe(self._bucket, f"{PROBE}-{jax.process_index()}")
                 steps = self._compare(own) if distributed.is_first() else []
             except remote.RemoteError as error:
                 if not own or not _newest_local(self._workdir):
@@ -188,7 +188,7 @@ class Copier:
         return not problem
 
     def _fetch_run_files(self) -> None:
-        folders = (f"{CHECKPOINTS}/", _PROBE)
+        folders = (f"{CHECKPOINTS}/", PROBE)
         sizes = {name: size for name, size in self._bucket.sizes().items() if not name.startswith(folders)}
         sizes.pop(RUN_RECORD, None)
         for name in sizes:
@@ -242,7 +242,7 @@ class Copier:
         names = {f"{under}/{name}" for name in (*sizes, INTEGRITY_FILE)}
         bucket.remove(bucket.sizes(under=under).keys() - names)  # of another save of this step
         say("copied", f"step {step:,} to {bucket.url} in {time.monotonic() - began_s:.0f} s")
-        until_now = [each for each in whole_steps(bucket.sizes(under=CHECKPOINTS)) if each <= step][::-1]
+        until_now = [each for each in whole_steps(bucket.sizes(under=CHECKPOINTS)) if each <= self._step][::-1]
         for old in {*until_now} - {*self._kept(until_now)}:
             bucket.remove_checkpoint(old)
 

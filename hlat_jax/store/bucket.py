@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import pathlib
 import re
 import secrets
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from hlat_jax.facts.local_paths import is_bucket, local_path
 from hlat_jax.store import atomic_files, remote
 from hlat_jax.store.integrity import INTEGRITY_FILE, damage_of_share
 
 CHECKPOINTS = "checkpoints"
+PROBE = ".probe"  # in the name of an object that only shows that the store can be written
 FETCHED = ".fetched"  # suffix of the folder of a checkpoint that is being fetched
 OBJECT_S = 60  # how long a request for one object is tried
 _BLOCK_BYTES = 32 << 20
@@ -35,6 +39,9 @@ _NUM_THREADS = 8
 _LEAST_BYTES_PER_S = 1 << 20
 _PART_TRIES = 5
 _MANIFEST = re.compile(rf"{CHECKPOINTS}/(0|[1-9]\d*)/{re.escape(INTEGRITY_FILE)}")
+
+_USED = ".used"  # in a copy on this machine: locked by the processes that use it
+_in_use: dict[pathlib.Path, IO[str]] = {}
 
 T = TypeVar("T")
 
@@ -229,3 +236,134 @@ def finish_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
     os.replace(path, to)
     atomic_files.sync_folder(folder)
     return ""
+
+
+def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
+    """Returns a local path, or a copy on this machine of a folder in a bucket; what has not changed is not sent again.
+
+    For a run in a bucket it is the newest whole checkpoint, with the files of the run beside `checkpoints`.
+
+    Args:
+      path: a local path, or the URL of a run, of one of its checkpoints, or of another folder, in a bucket.
+      key: the config key or flag that has it, for errors.
+
+    Raises:
+      ValueError: a URL of another kind, nothing is there, it is damaged, or the store refuses to show it.
+      OSError: the store does not answer.
+    """
+    if not is_bucket(path):
+        return local_path(path, key=key, use="bucket")
+    match = re.fullmatch(rf"(.+)/{CHECKPOINTS}/(\d+)/*", os.fspath(path))
+    bucket = Bucket(match[1] if match else path, key=key)
+    asked = f"{key}={os.fspath(path)}" if key else os.fspath(path)
+    to = _caches() / hashlib.sha256(bucket.url.encode()).hexdigest()[:16]
+    to.mkdir(parents=True, exist_ok=True)
+    if to not in _in_use:  # until this process ends
+        _in_use[to] = open(to / _USED, "w")  # noqa: SIM115
+        _in_use[to].write(bucket.url)
+        fcntl.flock(_in_use[to], fcntl.LOCK_SH)
+    with open(to / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this machine may fetch the same
+        try:
+            found = bucket.versions()
+            steps = [step for step in whole_steps(found) if match is None or step == int(match[2])]
+            if not found or (match and not steps):
+                raise ValueError(f"{asked}: nothing whole is there.")
+            if not steps:
+                _receive_changed(bucket, found, to)
+                return to
+            of_run = {name: version for name, version in found.items() if re.fullmatch(r".+\.json|\w+/.+", name)}
+            of_run = {name: version for name, version in of_run.items() if not name.startswith(f"{CHECKPOINTS}/")}
+            _receive_changed(bucket, of_run, to)
+            problems = [_receive_once(bucket, step, to / CHECKPOINTS) for step in steps[:1]]
+            while problems[-1] and len(problems) < len(steps):
+                problems.append(_receive_once(bucket, steps[len(problems)], to / CHECKPOINTS))
+        except remote.RemoteError:
+            raise
+        except OSError as error:
+            raise ValueError(f"{asked} cannot be read: {error}. Check the name and the credentials.") from None
+    for step, problem in zip(steps, filter(None, problems), strict=False):
+        print(f"WARNING: step {step} of {bucket.url} is damaged ({problem}).", file=sys.stderr)
+    if problems[-1]:
+        raise ValueError(f"{asked}: every checkpoint is damaged.")
+    return to / CHECKPOINTS / str(steps[len(problems) - 1])
+
+
+def staging_folder(url: str, *, key: str) -> pathlib.Path:
+    """Returns the local folder in which the content of a new folder of a bucket is made; a local path as it is.
+
+    Raises:
+      ValueError: there is something at the URL already, or it cannot be written; `key` is the flag that has it.
+    """
+    if not is_bucket(url):
+        return pathlib.Path(url)
+    bucket = Bucket(url, key=key)
+    try:
+        if bucket.sizes():
+            raise ValueError(f"{key}={url} exists already. Give another folder, or remove it.")
+        bucket.write(PROBE, b"")
+        bucket.remove([PROBE])
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"{key}={url} cannot be written: {error}. Check the name and the credentials.") from None
+    return _caches() / "new" / hashlib.sha256(bucket.url.encode()).hexdigest()[:16]
+
+
+def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
+    """Sends a `staging_folder` to its bucket, the file `last` after all others, and removes it; not a local folder."""
+    if is_bucket(url):
+        bucket = Bucket(url)
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        for name in (*sorted({*names} - {last}), last):
+            bucket.send(folder / name, name)
+        shutil.rmtree(folder)
+
+
+def _caches() -> pathlib.Path:
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "hlat_jax" / "buckets"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _receive_once(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
+    """Fetches a checkpoint that is not in `folder`; returns why it cannot be used, or ""."""
+    there, name = folder / str(step) / INTEGRITY_FILE, f"{CHECKPOINTS}/{step}/{INTEGRITY_FILE}"
+    if there.exists() and there.read_bytes() == bucket.read(name):
+        return ""
+    print(f"fetching {bucket.url}/{CHECKPOINTS}/{step}", file=sys.stderr, flush=True)
+    begin_checkpoint(bucket, step, folder)
+    sizes = manifest_sizes((folder / f"{step}{FETCHED}" / INTEGRITY_FILE).read_bytes())
+    _make_room(sum(sizes.values()), folder.parent, url=bucket.url)
+    receive_share(bucket, step, folder)
+    return finish_checkpoint(bucket, step, folder)
+
+
+def _make_room(num_bytes: int, to: pathlib.Path, *, url: str) -> None:
+    """Removes copies of other folders that no process uses, the oldest first, until the disk has room.
+
+    Raises:
+      ValueError: it never has.
+    """
+    others = sorted(to.parent.glob(f"*/{_USED}"), key=lambda used: used.stat().st_mtime)
+    while shutil.disk_usage(to).free < num_bytes:
+        if not others:
+            raise ValueError(
+                f"{url} needs {num_bytes:,} bytes, and {shutil.disk_usage(to).free:,} are free in {to.parent}. Free "
+                "some space, or name another disk with XDG_CACHE_HOME."
+            )
+        used = others.pop(0)
+        with open(used) as file, contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if used.parent != to:
+                shutil.rmtree(used.parent)
+
+
+def _receive_changed(bucket: Bucket, versions: Mapping[str, list[Any]], to: pathlib.Path) -> None:
+    """Fetches the objects whose version is not the one that was fetched before, and removes files that are gone."""
+    record = to / ".fetched.json"
+    before = json.loads(record.read_bytes()) if record.exists() else {}
+    changed = {name: version[0] for name, version in versions.items() if before.get(name) != version}
+    for name in {*before} - {*versions} | {*changed}:
+        (to / name).unlink(missing_ok=True)
+    _make_room(sum(changed.values()), to, url=bucket.url)
+    receive_all(bucket, changed, to)
+    atomic_files.write_json(record, dict(versions))

@@ -104,7 +104,7 @@ def test_copies_on_another_disk_are_a_run_folder(train, trained_run, tmp_path, t
 
 @pytest.mark.slow
 def test_a_store_that_fails_stops_no_training(train, trained_run, url, faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket_lib, "OBJECT_S", 1)
+    monkeypatch.setattr(bucket_lib, "OBJECT_S", 5)
     assert train(tmp_path / "run", "train.num_steps=5")[0] == 0
     faults.limit_bytes = faults.stored_bytes + 100  # the probe still fits
     code, out, err = train(tmp_path / "run")
@@ -129,7 +129,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_compiling(train, url, 
 
 @pytest.mark.slow
 def test_an_unreachable_store_refuses_a_new_run_but_no_old_one(train, trained_run, url, faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(bucket_lib, "OBJECT_S", 1)
+    monkeypatch.setattr(bucket_lib, "OBJECT_S", 5)
     faults.down = True
     assert refused(train(tmp_path / "new"), url, "cannot be reached") == 1
     faults.down = False
