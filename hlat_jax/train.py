@@ -133,7 +133,7 @@ def train(
         return 130  # so that `train && evaluate` stops
     if not_copied:
         print(f"error: {workdir} is saved, but {not_copied}. Run the same command to copy it.", file=sys.stderr)
-        return COPY_CODE
+        return stopped_code if stop and stopped_code else COPY_CODE  # the next start copies it
     return stopped_code if stop else 0
 
 

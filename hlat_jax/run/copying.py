@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import secrets
+import sys
 import threading
 import time
 from typing import Any, TypedDict
@@ -46,10 +47,11 @@ from hlat_jax.weights.hf_files import KEPT
 
 COPY_CODE = 74  # of a run that is saved in its folder, while its last checkpoint is not in the bucket
 KEY = "checkpoint.copy_to"
-RUN_RECORD = "copied_run.json"
+RUN_RECORD, _BEST_RECORD = "copied_run.json", "copied_best.json"
 _PEERS_S, _POLL_S = 600.0, 2.0  # for the files that other processes send: without a new one, and between two looks
 # What a resumed run and other commands read beside a checkpoint: files that grow, and files that stay as they are.
 _GROWING, _FIXED = (ROWS_FILE, DISCARDED_FILE, EVENTS_FILE, "*.json"), (f"{TOKENIZER_FOLDER}/*", f"{KEPT}/**/*")
+_RUN_FILE = re.compile(rf"[^/]+\.jsonl?|({TOKENIZER_FOLDER}|{KEPT})/.+")  # all of them, by their names in the bucket
 _SHARD = re.compile(r"state/ocdbt\.process_(\d+)/d/\w+")  # named at random: same name and size, same content
 
 
@@ -102,6 +104,7 @@ class Copier:
                 steps = []
             for step in json.loads(distributed.exchange(json.dumps(steps))[0]):
                 if self._fetch(step):
+                    self._fetch_best()
                     break
 
     def begin(self) -> None:
@@ -187,13 +190,23 @@ class Copier:
             say("fetched", f"step {step:,} in {time.monotonic() - began_s:.0f} s")
         return not problem
 
+    def _fetch_best(self) -> None:
+        """Fetches the best checkpoint too, if the run keeps it, and links to it."""
+        step = 0
+        if distributed.is_first() and self._config.checkpoint.keep_best:
+            best = _recorded_step(self._workdir / _BEST_RECORD)
+            step = best if best in whole_steps(self._bucket.sizes(under=CHECKPOINTS)) else 0
+        [step, *_] = map(int, distributed.exchange(str(step)))
+        is_there = (self._workdir / CHECKPOINTS / str(step)).exists()
+        if step and (is_there or self._fetch(step)) and distributed.is_first():
+            (self._workdir / BEST_LINK).unlink(missing_ok=True)
+            (self._workdir / BEST_LINK).symlink_to(pathlib.Path(CHECKPOINTS, str(step)))
+
     def _fetch_run_files(self) -> None:
-        folders = (f"{CHECKPOINTS}/", PROBE)
-        sizes = {name: size for name, size in self._bucket.sizes().items() if not name.startswith(folders)}
+        """Fetches what `_send_run_files` has sent, in place of files of an older time."""
+        sizes = {name: size for name, size in self._bucket.sizes().items() if _RUN_FILE.fullmatch(name)}
         sizes.pop(RUN_RECORD, None)
-        for name in sizes:
-            (self._workdir / name).unlink(missing_ok=True)  # of an older time
-        receive_all(self._bucket, sizes, self._workdir)
+        receive_all(self._bucket, sizes, self._workdir, replace=True)
 
     # In the thread
 
@@ -210,6 +223,8 @@ class Copier:
                     self._sent.add(each)
                 self.problem = self.problem if each < step else ""
             except Exception as error:  # whatever a client raises: training goes on
+                if self._ended.is_set():
+                    return
                 if each == step or (self._workdir / CHECKPOINTS / str(each)).exists():  # else it was not kept
                     self._fail(f"step {each:,} could not be copied to {self._bucket.url}: {error}")
                     return
@@ -242,9 +257,16 @@ class Copier:
         names = {f"{under}/{name}" for name in (*sizes, INTEGRITY_FILE)}
         bucket.remove(bucket.sizes(under=under).keys() - names)  # of another save of this step
         say("copied", f"step {step:,} to {bucket.url} in {time.monotonic() - began_s:.0f} s")
-        until_now = [each for each in whole_steps(bucket.sizes(under=CHECKPOINTS)) if each <= self._step][::-1]
-        for old in {*until_now} - {*self._kept(until_now)}:
-            bucket.remove_checkpoint(old)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Removes checkpoints that the run does not keep, and parts of those before `step` that were never whole."""
+        names = self._bucket.sizes(under=CHECKPOINTS)
+        whole = [each for each in whole_steps(names) if each <= self._step][::-1]
+        parts = {int(word) for word in (name.split("/")[1] for name in names) if word.isdecimal() and int(word) < step}
+        to_come = self._kept(saved_steps(self._workdir / CHECKPOINTS))
+        for old in ({*whole} - {*self._kept(whole)}) | (parts - {*whole} - {*to_come}):
+            self._bucket.remove_checkpoint(old)
 
     def _claim(self) -> None:
         """Makes this start the one that writes to the bucket. Raises ValueError once a later start has done so."""
@@ -271,6 +293,9 @@ class Copier:
 
     def _send_run_files(self) -> None:
         """Sends the rows, the ledger and what else a resumed run reads; rows after the checkpoint are dropped then."""
+        best = self._workdir / BEST_LINK
+        if best.is_dir():
+            atomic_files.write_json(self._workdir / _BEST_RECORD, {"step": int(best.resolve().name)})
         for patterns in (_GROWING,) if self._sent else (_FIXED, _GROWING):
             for path in sorted({path for pattern in patterns for path in self._workdir.glob(pattern)}):
                 if path.is_file() and path.name != RUN_RECORD:
@@ -286,8 +311,11 @@ class Copier:
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
-        where = "" if distributed.is_first() else f" (process {jax.process_index()})"
-        say("copy FAILED", f"{problem}{where}. Training goes on; the next checkpoint is tried again.")
+        line = f"{problem}. Training goes on; the next checkpoint is tried again."
+        if distributed.is_first():
+            say("copy FAILED", line)
+        else:  # whose standard output nobody sees
+            print(f"warning: copy FAILED in process {jax.process_index()}: {line}", file=sys.stderr, flush=True)
 
 
 def _probe(bucket: Bucket, name: str) -> None:
@@ -326,6 +354,14 @@ def _run_of(content: bytes | None) -> str:
         return str(json.loads(content or b"{}").get("run", ""))
     except (ValueError, AttributeError):
         return ""
+
+
+def _recorded_step(path: pathlib.Path) -> int:
+    """Returns the step that a file of the run folder names; 0 if it names none."""
+    try:
+        return int(read_json(path)["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def _newest_local(workdir: pathlib.Path) -> int:

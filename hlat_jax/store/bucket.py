@@ -178,18 +178,24 @@ def manifest_sizes(manifest: bytes) -> dict[str, int]:
         raise ValueError(f"{INTEGRITY_FILE} is damaged") from None
 
 
-def receive_all(bucket: Bucket, sizes: Mapping[str, int], folder: pathlib.Path, *, under: str = "") -> None:
-    """Fetches objects of the folder `under` of a bucket into a local folder; files of the right size stay."""
+def _check_names(names: Iterable[str], *, url: str) -> None:
+    for name in names:
+        if name.startswith("/") or ".." in pathlib.PurePosixPath(name).parts:
+            raise ValueError(f"{url} has the name {name!r}, which points outside the folder.")
+
+
+def receive_all(
+    bucket: Bucket, sizes: Mapping[str, int], folder: pathlib.Path, *, under: str = "", replace: bool = False
+) -> None:
+    """Fetches objects of the folder `under` of a bucket; files of the right size stay, unless `replace`."""
 
     def receive(item: tuple[str, int]) -> None:
         name, num_bytes = item
         path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes:
+        if replace or not path.is_file() or path.stat().st_size != num_bytes:
             bucket.receive(f"{under}/{name}" if under else name, path, num_bytes)
 
-    for name in sizes:
-        if name.startswith("/") or ".." in pathlib.PurePosixPath(name).parts:
-            raise ValueError(f"{bucket.url} has the name {name!r}, which points outside the folder.")
+    _check_names(sizes, url=bucket.url)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
         list(pool.map(receive, sizes.items()))
 
@@ -359,11 +365,13 @@ def _make_room(num_bytes: int, to: pathlib.Path, *, url: str) -> None:
 
 def _receive_changed(bucket: Bucket, versions: Mapping[str, list[Any]], to: pathlib.Path) -> None:
     """Fetches the objects whose version is not the one that was fetched before, and removes files that are gone."""
-    record = to / ".fetched.json"
+    _check_names(versions, url=bucket.url)
+    record = to / ".fetched.json"  # of the versions that the files have, if they are there
     before = json.loads(record.read_bytes()) if record.exists() else {}
-    changed = {name: version[0] for name, version in versions.items() if before.get(name) != version}
-    for name in {*before} - {*versions} | {*changed}:
-        (to / name).unlink(missing_ok=True)
-    _make_room(sum(changed.values()), to, url=bucket.url)
-    receive_all(bucket, changed, to)
+    for name in {*before, *versions}:
+        if before.get(name) != versions.get(name):
+            (to / name).unlink(missing_ok=True)
+    missing = {name: version[0] for name, version in versions.items() if not (to / name).exists()}
+    _make_room(sum(missing.values()), to, url=bucket.url)
     atomic_files.write_json(record, dict(versions))
+    receive_all(bucket, missing, to)

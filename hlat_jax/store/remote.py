@@ -16,6 +16,7 @@ OPENING_S, READING_S = 10, 60
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
 # Errors of clients that are no OSError, by name, as the clients may not be installed.
 _NETWORK_ERRORS = {"aiohttp.ClientError", "botocore.ConnectionError", "botocore.HTTPClientError"}
+_NO_KEY = ("NoCredentialsError", "PartialCredentialsError")
 _PASSING_STATUS = (408, 429)  # and from 500 on
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
@@ -85,7 +86,8 @@ def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None, ended: 
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
             fault = _describe(cause)
             if not _may_pass(cause):
-                raise type(error)(fault) if isinstance(error, _LASTING) else RemoteError(fault) from None
+                refused = PermissionError if type(error).__name__ in _NO_KEY else RemoteError
+                raise type(error)(fault) if isinstance(error, _LASTING) else refused(fault) from None
             left_s = began_s + for_s - time.monotonic() - wait_s
             if left_s < 0 or (ended is not None and ended.is_set()):
                 raise RemoteError(f"{fault}, tried for {time.monotonic() - began_s:.0f} s") from None

@@ -248,3 +248,42 @@ def _config(folder, url):
     from hlat_jax.resolve import resolve
 
     return resolve(micro.config(folder, checkpoint__copy_to=url))
+
+
+@pytest.mark.slow
+def test_weights_are_read_from_a_bucket_as_from_a_disk(train, url, tmp_path, monkeypatch, generate_here, trained_run):
+    from hlat_jax.hf.__main__ import main as hf_main
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert train(tmp_path / "run", "train.num_steps=5")[0] == 0
+    words = ("--prompt=It is", "--num_tokens=8", "--temperature=0")
+    texts = [generate_here(f"--checkpoint={path}", *words)[:2] for path in (tmp_path / "run", url)]
+    assert texts[0][0] == 0
+    assert texts[0] == texts[1]
+    out = f"{url}-hf"
+    assert hf_main(["hf", "export", url, f"--out={out}"][1:]) == 0
+    assert hf_main(["hf", "export", str(tmp_path / "run"), f"--out={tmp_path / 'hf'}"][1:]) == 0
+    local = {path.name: path.stat().st_size for path in (tmp_path / "hf").iterdir()}
+    assert Bucket(out).sizes() == local
+    code, printed, err = train(tmp_path / "begun", "checkpoint.copy_to=", f"train.init_from={out}", "train.num_steps=2")
+    assert (code, "of an update" in printed) == (0, False), err
+    assert micro.rows(tmp_path / "begun")[0]["loss"] < 7
+
+
+@pytest.mark.slow
+def test_a_dataset_in_a_bucket_gives_the_same_batches(train, url, data_here, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lines = [f'{{"text": "Document {number} says {number * number}, and no more."}}' for number in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    hashes = []
+    for out in (f"{url}-built", tmp_path / "built"):
+        code, printed, err = data_here("build", tmp_path / "a.jsonl", f"--out={out}")
+        assert (code, f"data.train={out}" in printed) == (0, True), err
+        workdir = tmp_path / f"run{len(hashes)}"
+        code, _, err = train(workdir, "checkpoint.copy_to=", f"data.train={out}", "train.num_steps=4")
+        assert code == 0, err
+        hashes.append([row["batch_hash"] for row in micro.rows(workdir)])
+    assert hashes[0] == hashes[1]
+    code, _, err = train(tmp_path / "no", "checkpoint.copy_to=", f"data.train={url}-nothing", "train.num_steps=4")
+    assert code == 2
+    assert_names(err, f"{url}-nothing", "data build")

@@ -164,3 +164,80 @@ def test_urls_of_other_kinds_are_refused():
     with pytest.raises(ValueError, match=r"copy_to=ftp://host/run is a URL") as refused:
         Bucket("ftp://host/run", key="checkpoint.copy_to")
     assert_names(str(refused.value), "s3://", "gs://")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the copies on this machine, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bucket_lib, "_in_use", {})
+    return tmp_path / "cache/hlat_jax/buckets"
+
+
+def test_a_local_path_is_its_own_copy(tmp_path):
+    assert bucket_lib.local_copy(tmp_path) == tmp_path
+    with pytest.raises(ValueError, match=r"--checkpoint=ftp://host/a is a URL"):
+        bucket_lib.local_copy("ftp://host/a", key="--checkpoint")
+
+
+def test_a_copy_fetches_only_what_has_changed(faults, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    for name, content in {"config.json": b"{}", "model.safetensors": b"weights", "old": b"-"}.items():
+        Bucket(url).write(name, content)
+    copy = bucket_lib.local_copy(url)
+    Bucket(url).write("config.json", b"[]")  # of the same size
+    Bucket(url).remove(["old"])
+    faults.requests.clear()
+    assert bucket_lib.local_copy(url) == copy
+    assert {name for name in contents(copy) if not name.startswith(".")} == {"config.json", "model.safetensors"}
+    assert (copy / "config.json").read_bytes() == b"[]"
+    assert not any("model.safetensors" in request for request in faults.requests)
+
+
+def test_the_copy_of_a_run_is_its_newest_whole_checkpoint(faults, cache, tmp_path, capsys):
+    url, sent = f"s3://bucket/{tmp_path.name}", write_checkpoint(tmp_path / "5")
+    for step in (5, 12):
+        send(Bucket(url), sent, step)
+    send(Bucket(url), sent, 20, whole=False)
+    Bucket(url).write("tokenizer/tokenizer.model", b"pieces")
+    copy = bucket_lib.local_copy(url)
+    assert (copy.name, contents(copy)) == ("12", contents(sent))
+    assert (copy.parent.parent / "tokenizer/tokenizer.model").read_bytes() == b"pieces"
+    assert bucket_lib.local_copy(f"{url}/checkpoints/5").name == "5"
+    for step, problem in ((20, "nothing whole"), (21, "nothing whole")):
+        with pytest.raises(ValueError, match=problem):
+            bucket_lib.local_copy(f"{url}/checkpoints/{step}")
+    Bucket(url).write(f"checkpoints/12/{INTEGRITY_FILE}", b'{"files": {"run/metadata": [2, 1]}}')
+    assert bucket_lib.local_copy(url).name == "5"
+    assert_names(capsys.readouterr().err, "step 12", url, "run/metadata")
+
+
+def test_copies_that_nobody_uses_make_room_for_new_ones(faults, cache, tmp_path, monkeypatch):
+    url = f"s3://bucket/{tmp_path.name}"
+    for name in ("a", "b", "c"):
+        Bucket(f"{url}/{name}").write("config.json", b"{}")
+    first = bucket_lib.local_copy(f"{url}/a")
+    used = bucket_lib.local_copy(f"{url}/b")
+    bucket_lib._in_use.pop(first).close()
+    free = {True: 1, False: 1 << 30}
+    usage = bucket_lib.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(bucket_lib.shutil, "disk_usage", lambda _: usage._replace(free=free[first.exists()]))
+    third = bucket_lib.local_copy(f"{url}/c")
+    assert (first.exists(), used.exists(), third.exists()) == (False, True, True)
+    free[False] = 1
+    Bucket(f"{url}/d").write("config.json", b"{}")
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        bucket_lib.local_copy(f"{url}/d")
+
+
+def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    staged = bucket_lib.staging_folder(url, key="--out")
+    write_checkpoint(staged)
+    faults.requests.clear()
+    bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert [request for request in faults.requests if request.startswith("PUT")][-1].endswith("/run/metadata")
+    assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
+    assert not staged.exists()
+    with pytest.raises(ValueError, match=f"--out={url} exists already"):
+        bucket_lib.staging_folder(url, key="--out")
