@@ -57,8 +57,10 @@ def _key(
     least: float | None = None,
     most: int | None = None,
     is_path: bool = False,
+    is_bucket: bool = False,
 ) -> Any:
-    metadata = {"doc": doc, "choices": choices, "least": least, "most": most, "is_path": is_path}
+    metadata = {"doc": doc, "choices": choices, "least": least, "most": most}
+    metadata |= {"is_path": is_path or is_bucket, "is_bucket": is_bucket}  # of a bucket, or local
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -362,7 +364,7 @@ class TrainConfig:
     init_from: str = _key(
         "",
         "Run, checkpoint or Hugging Face folder with weights, model and tokenizer. Empty means random.",
-        is_path=True,
+        is_bucket=True,
     )
     branch_from: str = _key(
         "",
@@ -429,6 +431,9 @@ class CheckpointConfig:
     )
     keep_best: bool = _key(False, "Save at each lowest validation loss, and keep the last of these as RUN/best.")
     export_every_steps: int = _key(0, "Steps between exports for transformers, one at the end. 0 means none.", least=0)
+    copy_to: str = _key(
+        "", "Bucket, such as s3://BUCKET/RUN, or folder to copy each checkpoint to. Empty means none.", is_bucket=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -518,4 +523,5 @@ def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
             f"{path}={repr(value)[:100]} has type {type(value).__name__}, but must have type {kind.__name__}."
         )
     check_choice(path, field, value)
-    return check_local(str(value), key=path) if field.metadata["is_path"] else value
+    use = "bucket" if field.metadata["is_bucket"] else "read"
+    return check_local(str(value), key=path, use=use) if field.metadata["is_path"] else value

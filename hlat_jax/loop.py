@@ -199,6 +199,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
+    run.checkpointer.copied.step = run.copier.reading_step
     run.checkpointer.exported.step = run.exporter.reading_step if run.exporter is not None else 0
     run.checkpointer.save(
         progress.step, progress.state, position=position, metadata=metadata, norms=norms, digest=digest
@@ -223,6 +224,7 @@ def _note_saved(run: Run, progress: Progress, step: int | None) -> None:
         run.ledger.event("saved", step=step)
         if run.config.checkpoint.keep_best and step == progress.best.step:
             run.checkpointer.keep_best(step)
+        run.copier.offer(step)
         if run.exporter is not None:
             run.exporter.offer(step)
 

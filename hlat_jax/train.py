@@ -90,7 +90,8 @@ def train(
 ) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`.
 
-    Returns the exit code, which is 0 after the last step, 130 after Ctrl-C, else `stopped_code`.
+    Returns the exit code, which is 0 after the last step, 130 after Ctrl-C, else `stopped_code`. It is COPY_CODE if
+    `checkpoint.copy_to` lacks the last checkpoint.
 
     Args:
       config: the config, from `resolve`.
@@ -113,6 +114,7 @@ def train(
 
     from hlat_jax import loop
     from hlat_jax.host import allocator, distributed
+    from hlat_jax.run.copying import COPY_CODE, Copier
     from hlat_jax.run.machine import fitting_program
     from hlat_jax.run.open import open_run
 
@@ -121,14 +123,21 @@ def train(
         with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
             with loop.progress_bar(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
                 program = fitting_program(config, jax.devices())
-                opened = open_run(program, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
+                copier = stack.enter_context(contextlib.closing(Copier(config, workdir)))
+                options = {"begin_again": begin_again, "given": given}
+                opened = open_run(program, workdir, copier=copier, signals=signals, stack=stack, **options)
+            copier.begin()
             if opened is not None:
                 if jax.default_backend() == "cpu":
                     allocator.keep_freed_memory()
                 stop = loop.train(*opened)
+            not_copied = copier.finish(signals)
         names = distributed.exchange(signals.name)  # of signals after the last step too
     if "SIGINT" in (stop, *names, signals.name):
         return 130  # so that `train && evaluate` stops
+    if not_copied:
+        print(f"error: {workdir} is saved, but {not_copied}. Run the same command to copy it.", file=sys.stderr)
+        return stopped_code if stop and stopped_code else COPY_CODE  # the next start copies it
     return stopped_code if stop else 0
 
 

@@ -7,7 +7,8 @@
 # A failure is any exit code but 0, 2 and 130; with 2 the command, the config or the data is wrong, and a restart would
 # fail again; 130 follows SIGINT. The limit is on restarts in a row without a new checkpoint in the --workdir of the
 # command. A signal that reaches the command from elsewhere, as where a node shuts down, ends it with --stopped_code; if
-# that is not 0 it is started again. Exits with the last code of the command.
+# that is not 0 it is started again. Code 74 says that the last checkpoint is not in checkpoint.copy_to: the restart
+# copies it. Exits with the last code of the command.
 #
 # SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this script stop the command: it saves and ends, and is not started again. The
 # command gets SIGUSR1 each time, as srun passes that on, and kills its tasks after SIGTERM.

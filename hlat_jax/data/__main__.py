@@ -11,6 +11,8 @@ from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config, DataConfig
+from hlat_jax.facts.local_paths import is_bucket
+from hlat_jax.store.bucket import send_staged, staging_folder
 from hlat_jax.store.progress import show_progress
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
@@ -63,7 +65,7 @@ def _define_reading(values: flags.FlagValues) -> None:
 
 def _build(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags_lib.define_path(values, "out", "Folder to write.", use="write")
+    flags_lib.define_path(values, "out", "Folder to write, also in a bucket.", use="bucket")
     flags_lib.define_path(values, "tokenizer", "SentencePiece model, to store token ids. Empty stores text.")
     about = "As data.max_document_chars, with --tokenizer."
     flags.DEFINE_integer("max_document_chars", 500_000, about, 1, flag_values=values)
@@ -77,17 +79,21 @@ def _build(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
     from hlat_jax.data.build import build  # not at the top: --help does not need the readers
+    from hlat_jax.data.formats.files import MANIFEST_NAME
     from hlat_jax.data.formats.parts import parse_part
 
     same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
     named = {name: values[name].value for name in same}
     part = parse_part(values.part)
+    if part is not None and is_bucket(values.out):
+        raise ValueError(f"--part={part} writes to a local folder. Give one instead of --out={values.out}.")
     options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, part=part, **named)
-    start_s, out = time.monotonic(), pathlib.Path(values.out)
+    start_s, out = time.monotonic(), staging_folder(values.out, key="--out")
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:
         result = build.build(words, out=out, options=options, num_workers=num_workers, status=status)
-    print(build.summary(result, out=out, elapsed_s=time.monotonic() - start_s))
+    send_staged(out, values.out, last=MANIFEST_NAME)
+    print(build.summary(result, out=values.out, elapsed_s=time.monotonic() - start_s))
     return 0
 
 

@@ -14,6 +14,7 @@ from hlat_jax.data.formats.paths import (
     asset_path,
     file_format,
     find_files,
+    is_remote_folder,
     is_url,
     not_found,
     refuse_url,
@@ -63,6 +64,8 @@ def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:
     """Raises ValueError for a URL, a local path that does not exist, or a glob without a match."""
     if path.startswith("package:"):
         asset_path(path.removeprefix("package:"))
+        return
+    if is_remote_folder(path):  # perhaps a dataset that `build` wrote: the run looks
         return
     if is_url(path):
         refuse_url(path, key=key, text_field=text_field)

@@ -13,12 +13,19 @@ import shlex
 _LOCAL = re.compile(r"file://(localhost(?=/)|(?=[/~]))", re.IGNORECASE)  # what follows is a path
 # s3://, simplecache::s3://, s3:/ as pathlib folds it, and HOST@tcp:/ of Lustre; not C:/
 _URL = re.compile(r"[^/]*://|\s*([a-z][a-z0-9+.-]*::)*[a-z0-9][a-z0-9+.@-]+:/", re.IGNORECASE)
+_BUCKET = re.compile(r"(s3a?|gc?s)://[^/]", re.IGNORECASE)
 _WHY = {
     "read": "Only local paths are read here, so copy it to one first",
     "write": "Only local paths are written here, so copy the result afterwards",
+    "bucket": "Only s3://BUCKET/FOLDER, gs://BUCKET/FOLDER and local paths are taken here, so copy it to one first",
     "run": "Give a folder on a file system that all nodes see, such as FSx for Lustre (not Mountpoint for S3, as a run "
     "renames and locks files), and copy the run afterwards",
 }
+
+
+def is_bucket(path: str | os.PathLike) -> bool:
+    """Returns whether a path is the URL of a folder in an object store."""
+    return _BUCKET.match(os.fspath(path)) is not None
 
 
 def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") -> str:
@@ -26,12 +33,14 @@ def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") ->
 
     Args:
       key: the flag, config key or argument that has the path, for the error.
-      use: "read", "write", or "run" for a run folder to write.
+      use: "read", "write", "run" for a run folder to write, or "bucket" to accept the URL of a bucket too.
 
     Raises:
       ValueError: the path is a URL.
     """
     text = os.fspath(path)
+    if use == "bucket" and is_bucket(text):
+        return text
     local = _LOCAL.sub("", text, count=1) if _LOCAL.match(text) else text
     if _URL.match(local) is None:
         return local

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hlat_jax.data.chat_template import ChatTemplate, Message
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.store.bucket import local_copy
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.path_checks import no_weights
 
@@ -27,7 +27,7 @@ def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> Ch
     Raises:
       ValueError: there is none, or it has no place for the user's message or the answer. `key` is the flag to name.
     """
-    folder = local_path(checkpoint, key="--checkpoint")
+    folder = local_copy(checkpoint, key="--checkpoint")
     if (weights := describe(folder)) is None:
         raise no_weights(folder)
     if weights.companions is None:

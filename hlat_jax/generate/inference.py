@@ -12,6 +12,7 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
+from hlat_jax.facts.local_paths import is_bucket
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.host.console import labelled
 from hlat_jax.weights.path_checks import check_checkpoint
@@ -56,9 +57,12 @@ class TrainedModel:
         return [self.tokenizer.bos_id] if bos else []
 
 
+_CHECKPOINT = "Run folder, one of its checkpoints, or a Hugging Face folder; also in a bucket."
+
+
 def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
-    flags_lib.define_path(values, "checkpoint", "Run folder, one of its checkpoints, or a Hugging Face folder.")
+    flags_lib.define_path(values, "checkpoint", _CHECKPOINT, use="bucket")
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     for axis, about in DEGREES.items():
         flags.DEFINE_integer(
@@ -79,7 +83,7 @@ def prepare(values: flags.FlagValues) -> None:
             "--checkpoint=FOLDER is missing. Give a run folder such as runs/tiny, one of its checkpoints, or a "
             "Hugging Face folder."
         )
-    check_checkpoint(values.checkpoint)
+    check_checkpoint(values.checkpoint, key="--checkpoint" * is_bucket(values.checkpoint))
     check_tokenizer(values.tokenizer, key="--tokenizer")
     prepare_for(_degrees(values))
 

@@ -13,7 +13,8 @@ from absl import flags, logging
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_new_folder
 from hlat_jax.config import count_text
-from hlat_jax.facts.local_paths import local_path
+from hlat_jax.facts.local_paths import is_bucket
+from hlat_jax.store.bucket import local_copy, send_staged, staging_folder
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.hf_files import DTYPES
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
@@ -99,7 +100,8 @@ def _import(argv: Sequence[str]) -> None:
 
 
 def _export(argv: Sequence[str]) -> None:
-    values = _flags("of the tensors. By default as stored, for the fp32 masters if there are any")
+    dtype = "of the tensors. By default as stored, for the fp32 masters if there are any"
+    values = _flags(dtype, is_bucket=True)
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     path, out = _paths(argv, values, usage=_EXPORT, expected="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
@@ -114,9 +116,10 @@ def _export(argv: Sequence[str]) -> None:
     with show_progress("opening the weights") as status:
         weights = open_weights(path, masters=True, tokenizer=values.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
+    send_staged(out, values.out, last="config.json")
     counted = f"{costs.num_params(weights.model):,} parameters in {dtype}"
     print(f"{counted} from {weights.folder} (step {weights.step}), read back and compared")
-    print(f"wrote {out} in {time.monotonic() - began:.1f} s")
+    print(f"wrote {values.out} in {time.monotonic() - began:.1f} s")
 
 
 def _average(argv: Sequence[str]) -> None:
@@ -136,10 +139,10 @@ def _average(argv: Sequence[str]) -> None:
     print(f"wrote their mean to {values.out}")
 
 
-def _flags(dtype: str = "") -> flags.FlagValues:
-    """Returns --out and, with its help, --dtype."""
+def _flags(dtype: str = "", *, is_bucket: bool = False) -> flags.FlagValues:
+    """Returns --out, which may be in a bucket if `is_bucket`, and, with its help, --dtype."""
     values = flags.FlagValues()
-    flags_lib.define_path(values, "out", "Folder to write.", use="write")
+    flags_lib.define_path(values, "out", "Folder to write.", use="bucket" if is_bucket else "write")
     if dtype:
         flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {dtype}.", flag_values=values)
     return values
@@ -152,9 +155,10 @@ def _paths(
     words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input. Name {expected}.")
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}) are too many. Name {expected}.")
-    out = pathlib.Path(values.out)
-    check_new_folder(out, key="--out")
-    return local_path(words[0]), out
+    out = staging_folder(values.out, key="--out")
+    if not is_bucket(values.out):  # else the files of an interrupted export there are replaced
+        check_new_folder(out, key="--out")
+    return local_copy(words[0]), out
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.config import ModelConfig
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.hf.exporting import seal_all, whole_folder, with_dtype, write_tensors
 from hlat_jax.store import atomic_files
+from hlat_jax.store.bucket import local_copy
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.description import describe_hugging_face
@@ -36,7 +36,7 @@ def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -
     Raises:
       ValueError: see `weights.hf_reading.open_checkpoint`.
     """
-    checkpoint = open_checkpoint(local_path(folder, key="folder"), dtype=dtype, fuse_qkv=fuse_qkv)
+    checkpoint = open_checkpoint(local_copy(folder, key="folder"), dtype=dtype, fuse_qkv=fuse_qkv)
     if checkpoint.warning:
         warnings.warn(checkpoint.warning, stacklevel=2)
     arrays = leaves_by_name(checkpoint.arrays())

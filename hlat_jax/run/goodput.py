@@ -40,6 +40,8 @@ _CATEGORIES = {
     "starting to save": "blocked on save",
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",
+    "fetching the checkpoint": "restore",
+    "copying the last checkpoint": "blocked on save",
     "waiting for data": "data wait",
     WAITING: "data wait",
     _STUCK: _STUCK,

@@ -32,6 +32,7 @@ from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_recompute, compiled_sampler, compiled_step
+from hlat_jax.run.copying import Copier
 from hlat_jax.run.digests import make_state_digest
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
@@ -65,6 +66,7 @@ def open_run(
     program: RunProgram,
     workdir: pathlib.Path,
     *,
+    copier: Copier,
     signals: StopSignals,
     stack: contextlib.ExitStack,
     begin_again: bool = False,
@@ -77,13 +79,14 @@ def open_run(
       workdir: the run folder, which is locked, and created if missing.
       signals: the signals that stop the run, and its watchdog.
       stack: the stack that closes all that is opened.
+      copier: fetches the newest checkpoint of a bucket, if it is newer.
       begin_again: whether to train from step 0 if all checkpoints are lost.
       given: the config keys given on the command line, see `resume.open_init`.
 
     Raises:
       ValueError: the config, data, machine or folder cannot be used to train. Nothing was changed.
     """
-    inputs = open_inputs(program, workdir, signals=signals, stack=stack)
+    inputs = open_inputs(program, workdir, copier=copier, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
         with signals.phase("finishing a complete run", unfinished="the export and the summary"):
@@ -95,13 +98,14 @@ def open_run(
 
 
 def open_inputs(
-    program: RunProgram, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+    program: RunProgram, workdir: pathlib.Path, *, copier: Copier, signals: StopSignals, stack: contextlib.ExitStack
 ) -> Inputs:
     """Locks the run folder, opens and describes the inputs and outputs of the run, see `open_run`."""
     config = program.config
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
+    copier.open(signals)
     ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else Silent())
     rows, index_folder = process_rows(program.layout, config.data.batch_size), workdir / INDEX_FOLDER
     retries = Retries(lambda: bool(signals.name))
@@ -142,6 +146,7 @@ def open_inputs(
         held_out=held_out,
         settings=settings,
         checkpointer=checkpointer,
+        copier=copier,
         exporter=exporter,
         first_compilations=compilations,
         state_digest=make_state_digest(functools.partial(compilations.compile, "digest"), program),
@@ -235,6 +240,7 @@ def compile_run(
         held_out=inputs.held_out,
         settings=inputs.settings | origin,
         checkpointer=inputs.checkpointer,
+        copier=inputs.copier,
         exporter=inputs.exporter,
         first_compilations=inputs.first_compilations,
         state_digest=inputs.state_digest,

@@ -30,6 +30,7 @@ from hlat_jax.store.metrics import MetricsLog, Silent
 if TYPE_CHECKING:
     from hlat_jax.program import RunProgram
     from hlat_jax.run.compilation import Compilations
+    from hlat_jax.run.copying import Copier
     from hlat_jax.run.digests import Recompute, StateDigest
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
@@ -45,6 +46,7 @@ class Inputs:
       batches: the iterator over the batches of this process.
       held_out: name of the source -> batches of held-out text.
       settings: the settings in every checkpoint, see `resume.settings_of`.
+      copier: copies checkpoints to a bucket, if configured.
       exporter: the background exporter of process 0, if configured.
       first_compilations: compiles the programs that a choice for a memory budget needs.
       state_digest: the digests of the state.
@@ -60,6 +62,7 @@ class Inputs:
     held_out: Mapping[str, HeldOut]
     settings: dict[str, Any]
     checkpointer: Checkpointer
+    copier: Copier
     exporter: optional.Exporter | None
     first_compilations: Compilations
     state_digest: StateDigest

@@ -94,6 +94,7 @@ class Checkpointer:
 
     Attributes:
       exported: the policy that keeps the checkpoint that an export reads. Only process 0 sets it.
+      copied: the policy that keeps the checkpoint that is being copied to a bucket. Only process 0 sets it.
       best: the policy that keeps the checkpoint with the lowest validation loss, if `config.keep_best`.
     """
 
@@ -121,10 +122,10 @@ class Checkpointer:
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         policies = ocp.checkpoint_managers
-        self.exported, self.best = Pinned(), Pinned()
+        self.exported, self.copied, self.best = Pinned(), Pinned(), Pinned()
         if self._best_link.is_dir():  # also of a run that no longer asks for it
             self.best.step = int(self._best_link.resolve().name)
-        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported, self.best]
+        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported, self.copied, self.best]
         if config.keep_every_steps:
             kept.append(policies.EveryNSteps(config.keep_every_steps))
         self._manager = _Manager(
@@ -204,7 +205,8 @@ class Checkpointer:
         """
         step, self.exported.step = self.exported.step, 0
         steps, every = sorted(self._manager.all_steps()), self._config.keep_every_steps
-        is_kept = step in (*steps[-self._config.keep_last :], self.best.step) or (every and step % every == 0)
+        pinned = (self.copied.step, self.best.step)
+        is_kept = step in (*steps[-self._config.keep_last :], *pinned) or (every and step % every == 0)
         if step in steps and not is_kept and self._saving is None:
             self._manager.drop(step)
 

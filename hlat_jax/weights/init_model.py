@@ -15,8 +15,8 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ROPE_SCALING, Config
 from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host.console import labelled
+from hlat_jax.store.bucket import local_copy
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
 from hlat_jax.weights.path_checks import check_checkpoint, check_step
@@ -50,9 +50,10 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     path = mutable.train.init_from or mutable.train.branch_from.rpartition("@")[0]
     if not path:
         return []
-    begun, source = workdir and describe(workdir), local_path(path, key=f"train.{key}")
+    begun = workdir and describe(workdir)
+    folder = workdir if begun else local_copy(path, key=f"train.{key}")
     try:
-        folder, weights = (workdir, begun) if begun else (source, describe(source))
+        weights = begun or describe(folder)
     except ValueError as error:
         raise ValueError(f"train.{key}: {error}") from None
     if weights is None:

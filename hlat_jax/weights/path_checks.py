@@ -6,6 +6,7 @@ import pathlib
 
 from hlat_jax.cli.path_checks import fetch_first
 from hlat_jax.facts.local_paths import local_path
+from hlat_jax.store.bucket import local_copy
 from hlat_jax.store.checkpoint_checks import saved_steps
 
 # Each is in one of: a run folder, a checkpoint, a Hugging Face folder.
@@ -14,7 +15,7 @@ _MARKS = ("checkpoints", "state", "config.json", "model.safetensors", "model.saf
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
     """Raises ValueError if a path holds no trained parameters. `key` is the config key that has it, if any."""
-    folder = local_path(path, key=key)
+    folder = local_copy(path, key=key)
     if not any((folder / mark).exists() for mark in _MARKS):
         raise no_weights(folder, key=key)
 

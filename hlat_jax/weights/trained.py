@@ -25,8 +25,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.model import abstract_params
+from hlat_jax.store.bucket import local_copy
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, without_table_rows
 from hlat_jax.store.config_diff import differences
@@ -121,7 +121,7 @@ def open_weights(
     Raises:
       ValueError: no weights at the path, damage, arrays that do not match the model, or another tokenizer.
     """
-    path = local_path(path, key="checkpoint")
+    path = local_copy(path, key="checkpoint")
     if is_hugging_face(path):
         weights = _open_hugging_face(path, fuse_qkv=fuse_qkv)
     else:

@@ -1,4 +1,7 @@
-"""A URL given for any path of any command: one line, exit code 2, before JAX and before anything is written."""
+"""A URL given for a path that cannot be one: one line, exit code 2, before JAX and before anything is written.
+
+A path that may be in a bucket is tried with a URL of another kind.
+"""
 
 import dataclasses
 import json
@@ -17,7 +20,6 @@ from hlat_jax.cli.hlat import AREAS
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 from hlat_jax.train import train
-from hlat_jax.weights.trained import open_weights
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 # Command -> what it needs beside the flags that are tried, and its positional arguments that are paths.
@@ -30,9 +32,9 @@ COMMANDS = {
     "data tokenizer": (["a.jsonl", "--out=b"], []),
     "data stats": (["--config=tiny"], []),
     "data peek": (["--config=tiny", "--step=1"], []),
-    "hf import": (["--out=b"], ["s3://bucket/x"]),
-    "hf export": (["--out=b"], ["s3://bucket/x"]),
-    "hf average": (["--out=b"], ["s3://bucket/x", "s3://bucket/y"]),
+    "hf import": (["--out=b"], ["ftp://host/x"]),
+    "hf export": (["--out=b"], ["ftp://host/x"]),
+    "hf average": (["--out=b"], ["ftp://host/x", "ftp://host/y"]),
     "plan": (["--config=tiny"], []),
     "plan choices": (["--config=tiny"], []),
     "neuron lint": (["--config=tiny"], []),
@@ -56,7 +58,7 @@ from hlat_jax.cli import flags as flags_lib
 MODULES = {"train": "train", "launch": "cli.launch_files"}
 declared, define_path, define_string = {}, flags_lib.define_path, flags.DEFINE_string
 def record_path(values, name, about, **options):
-    declared[f"--{name}"] = "path"
+    declared[f"--{name}"] = "bucket" if options.get("use") == "bucket" else "path"
     define_path(values, name, about, **options)
 def record_string(name, default, about, **options):
     declared[f"--{name}"] = about
@@ -78,10 +80,10 @@ for command, (words, positional, keys) in json.load(sys.stdin).items():
     declared = {}
     ran(area, [*verb, "--help"])
     found[command] = declared
-    paths = [name for name, about in declared.items() if about == "path"]
-    trials = [(name, [f"{name}=s3://bucket/x"]) for name in paths]
-    trials += [(key, [f"--config.{key}=s3://bucket/x"]) for key in keys]
-    trials += [("s3://bucket/x", positional)] * bool(positional)
+    urls = {"path": "s3://bucket/x", "bucket": "ftp://host/x"}
+    trials = [(name, [f"{name}={urls[about]}"]) for name, about in declared.items() if about in urls]
+    trials += [(key, [f"--config.{key}={urls[kind]}"]) for key, kind in keys.items()]
+    trials += [(positional[0], positional)] if positional else []
     for name, given in trials:
         answers.append((command, name, *ran(area, [*verb, *words, *given]), "jax" in sys.modules, os.listdir()))
 json.dump([found, answers], sys.stdout)
@@ -95,8 +97,10 @@ def test_commands_of_this_table_are_all_areas():
 def test_urls_given_for_paths_are_refused_in_one_line_and_a_command(tmp_path):
     def keys(command, words):
         if "--config=tiny" not in words:
-            return []
-        return [*config_lib.PATH_KEYS, *(TEXTS if command in ("train", "data stats", "data peek") else ())]
+            return {}
+        kinds = dict.fromkeys(TEXTS, "bucket") if command in ("train", "data stats", "data peek") else {}
+        fields = {path: config_lib.field_of(*path.split(".")) for path in config_lib.PATH_KEYS}
+        return kinds | {path: "bucket" if field.metadata["is_bucket"] else "path" for path, field in fields.items()}
 
     asked = {name: (words, positional, keys(name, words)) for name, (words, positional) in COMMANDS.items()}
     done = subprocess.run(
@@ -113,7 +117,7 @@ def test_urls_given_for_paths_are_refused_in_one_line_and_a_command(tmp_path):
         line = err.replace("\n  ", " ")  # before a command
         assert (code, line.count("\n"), has_jax, files) == (2, 1, False, []), (command, name, err)
         assert err.startswith(f"error: {name}") or f" {name}" in err or f"={name}" in err, (command, name, err)
-        assert "URL" in err or "python -m hlat_jax.data build s3://bucket/x" in err, (command, name, err)
+        assert "URL" in err or "python -m hlat_jax.data build ftp://host/x" in err, (command, name, err)
     tried = {(command, name) for command, name, *_ in answers}
     assert {
         ("train", "--workdir"),
@@ -122,7 +126,9 @@ def test_urls_given_for_paths_are_refused_in_one_line_and_a_command(tmp_path):
         ("plan", "data.tokenizer"),
     } <= tried
     for command, declared in flags_of.items():  # a new flag for a path, declared as plain text, is found by its help
-        named = {name for name, about in declared.items() if about != "path" and _MEANS_A_PATH.search(about)}
+        named = {
+            name for name, about in declared.items() if about not in ("path", "bucket") and _MEANS_A_PATH.search(about)
+        }
         assert named <= set(NO_PATHS), (command, named)
 
 
@@ -131,13 +137,11 @@ def test_urls_given_to_functions_are_refused(tmp_path, monkeypatch):
     config = load("tiny")
     for call in (
         lambda url: train(resolve(config), pathlib.Path(url)),
-        lambda url: hf.load(url),
         lambda url: hf.load(pathlib.Path(url)),
         lambda url: hf.save({}, config.model, "", url),
         lambda url: hf.save({}, config.model, "", pathlib.Path(url)),
-        lambda url: open_weights(url),
         lambda url: Tokenizer(url),
-        lambda url: resolve({**config.to_dict(), "train": {**config.train.to_dict(), "init_from": url}}),
+        lambda url: resolve({**config.to_dict(), "train": {**config.train.to_dict(), "branch_from": url}}),
     ):
         with pytest.raises(ValueError, match=r"s3:/+bucket/x is a URL"):
             call("s3://bucket/x")

@@ -13,8 +13,8 @@ from refusals import refused
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data import __main__ as data_command
-from hlat_jax.data.formats import remote
 from hlat_jax.data.formats.files import DataFile, NotFound, Snapshot, Unreadable
+from hlat_jax.store import remote
 
 pytest.importorskip("aiohttp")
 

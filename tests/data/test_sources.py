@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_named_with_a_fix(tmp_path):
         (f"{path},{tmp_path}/a.j*l", path, "twice"),
         *((tmp_path / name, name) for name in ("a.jsonl.xz", "a.parquet.gz", "a.csv", "noend")),
         (tmp_path, "'.xz'"),  # a folder does not skip compressed text silently
-        ("s3://bucket/texts", "data build s3://bucket/texts --out texts"),  # without a request
+        ("http://host/texts", "data build http://host/texts --out texts"),  # without a request
         ("s3://bucket/*.jsonl", "data build 's3://bucket/*.jsonl' --out dataset"),
     ):
         assert_unreadable(spec, *facts)

@@ -161,6 +161,7 @@ def run(c, folder):
         "progress": [line.split()[0] for line in printed if "%" in line],
         "monitor": [line for line in printed if line.startswith("neuron-monitor")],
         "checkpoints": micro.saved_steps(folder),
+        "copied": [line for line in printed if line.startswith("copied ")] != [],
         "programs": sorted(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else [],
         **{name: name in files for name in ("tensorboard", "loss.png", "huggingface", "positions", "profile")},
     }
@@ -300,6 +301,7 @@ FIELDS = {
     "checkpoint.keep_every_steps": in_run(1, part="checkpoints"),
     "checkpoint.keep_best": in_run(True, part="checkpoints", given={"checkpoint.every_steps": 0}),
     "checkpoint.export_every_steps": in_run(4, part="huggingface", group="a"),
+    "checkpoint.copy_to": in_run("FOLDER/copies", part="copied", group="a"),
     "metrics.log_every_steps": in_run(1, part="progress", group="a"),
     "metrics.console": in_run("off", part="progress", group="b"),
     "metrics.tensorboard": in_run(True, part="tensorboard", group="a"),

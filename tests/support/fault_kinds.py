@@ -33,6 +33,7 @@ HANGS = "hangs"
 UNSAID = "loses rows and does not say so"
 
 _LOST = r"sent no heartbeat|does not answer|gave up waiting|did not reach"
+_NOT_COPIED = "could not be copied|cannot be reached"
 _UNREADABLE = "cannot be read|truncated"
 
 
@@ -41,8 +42,8 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-      how: "signal", "inside" (the process does it to itself), "around" (something it uses, while it runs), "damage"
-        (files, between two starts).
+      how: "signal", "inside" (the process does it to itself), "around" (something it uses, while it runs), "store"
+        (the server of its bucket does it), "damage" (files, between two starts).
       allowed: outcome -> what its line must match.
       at_start: outcomes that are allowed only where it came while the job started.
       mild: whether the job may go on.
@@ -59,6 +60,7 @@ class Kind:
 _SIGNAL = {"at_start": {DIES: "", ENDS: f"{_LOST}|interrupted", ABORTS: ""}}
 _DAMAGED = {GOES_BACK: "damaged", REFUSES: "every checkpoint is damaged", RESUMES: ""}
 _STUCK = {STUCK: r"stuck: process \d of \d on "}
+NEEDS_COPY = ("run folder lost", "run folder lost, copy damaged", "run folder lost, killed in the fetch")
 KINDS = {
     "SIGKILL": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}),
     "SIGSTOP, soon SIGCONT": Kind("signal", {GOES_ON: ""}, mild=True),
@@ -80,7 +82,7 @@ KINDS = {
     "flipped checkpoint": Kind("damage", _DAMAGED),
     "renamed checkpoint": Kind("damage", {GOES_BACK: "damaged", REFUSES: "every checkpoint is damaged"}),
     "other digest in a checkpoint": Kind("damage", {GOES_BACK: "digest", REFUSES: "every checkpoint is damaged"}),
-    "checkpoints away": Kind("damage", {REFUSES: "begin_again"}),
+    "checkpoints away": Kind("damage", {REFUSES: "begin_again", RESUMES: "", GOES_BACK: "^fetched"}),
     "torn rows": Kind("damage", {RESUMES: ""}),
     "flipped rows": Kind("damage", {RESUMES: "", NOTES: "missing"}),
     "torn file of the run": Kind("damage", {RESUMES: "", REFUSES: ""}),
@@ -95,6 +97,14 @@ KINDS = {
     "slow data": Kind("inside", {GOES_ON: ""}, mild=True),
     "NaN in the weights": Kind("inside", {ENDS: "not finite"}),
     "flipped bit of a replica": Kind("inside", {ENDS: "silent corruption, persistent: .*process"}, least=2),
+    # of the store that `checkpoint.copy_to` names
+    "store slow and cut": Kind("store", {GOES_ON: ""}, mild=True),
+    "store down": Kind("store", {GOES_ON: "", ENDS: _NOT_COPIED}, mild=True),
+    "store full": Kind("store", {GOES_ON: "", ENDS: _NOT_COPIED}, mild=True),
+    "killed in an upload": Kind("store", {DIES: "", ENDS: _LOST, ABORTS: ""}),
+    "run folder lost": Kind("damage", {RESUMES: "", GOES_BACK: "^fetched"}),
+    "run folder lost, copy damaged": Kind("damage", {GOES_BACK: "is damaged"}),
+    "run folder lost, killed in the fetch": Kind("damage", {DIES: "", ENDS: _LOST, ABORTS: ""}),
     "clock jump": Kind("inside", {GOES_ON: "", ENDS: "[Tt]imed out"}, mild=True),  # while saving: Orbax uses the clock
 }
 

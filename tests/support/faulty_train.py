@@ -21,6 +21,7 @@ from hlat_jax.host import process
 SHORT_LIMIT, SHORT_LIMIT_OF_OTHERS = 2, 16
 SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
 SLOW_READ_S = 0.4
+SHORT_REQUESTS_S = 5  # to the store of copies
 
 
 class Faults:
@@ -73,12 +74,14 @@ def install(faults: Faults) -> None:
     from hlat_jax.run import open as opening
     from hlat_jax.run.compilation import Compilations
     from hlat_jax.run.validation import Validation
+    from hlat_jax.store import bucket
     from hlat_jax.store.checkpoint import Checkpointer
 
     for phase, limit in watchdog.LIMITS.items():
         watchdog.LIMITS[phase] = dataclasses.replace(limit, shortest=SHORT_LIMIT)
     watchdog.LIMIT_OF_OTHERS = watchdog.Limit(SHORT_LIMIT_OF_OTHERS)
     retries.WAITS_S = SHORT_WAITS_S
+    bucket.OBJECT_S = SHORT_REQUESTS_S
 
     def before(cls, name, action):
         original = getattr(cls, name)

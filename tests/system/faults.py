@@ -33,6 +33,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
 
+import bucket_server
 import fault_kinds
 import jobs
 import micro
@@ -40,6 +41,7 @@ from fault_kinds import KINDS
 
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.run.goodput import goodput, read_events
+from hlat_jax.store.bucket import Bucket, whole_steps
 from hlat_jax.store.metrics import read_rows
 
 NUM_STEPS, SAVE_EVERY = 72, 4
@@ -59,7 +61,7 @@ FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=15")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
-_RESTARTED = (1, 124, 143)  # by launch/restart.sh, as what a signal ended
+_RESTARTED = (1, 74, 124, 143)  # by launch/restart.sh, as what a signal ended
 _MOST_BAD = 40  # trials, after which a campaign ends: something else is wrong
 # Shares of a trial: starts and ends of the interpreter, which its ledger cannot see; the time without an account.
 UNSEEN_LIMIT, UNKNOWN_LIMIT = 0.1, 0.01
@@ -168,6 +170,10 @@ class Campaign:
     def __init__(self, folder: pathlib.Path, *, seed: int = 0, kinds: Sequence = tuple(KINDS), processes=PROCESSES):
         self.folder, self.seed, self._kinds, self._processes = folder, seed, list(kinds), processes
         self._drawn: collections.Counter[str] = collections.Counter()
+        self.store: bucket_server.Faults | None = None  # of the bucket of all trials, if they are copied
+        if any(KINDS[kind].how == "store" or kind in fault_kinds.NEEDS_COPY for kind in self._kinds):
+            self._serving = contextlib.ExitStack()
+            self.store, _ = self._serving.enter_context(bucket_server.serve())
         self.records: list[dict] = []
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(f"    c.{key} = {value!r}\n" for key, value in SETTINGS.items())
@@ -193,12 +199,18 @@ class Campaign:
         control.mkdir(parents=True, exist_ok=True)
         (control / "faults.json").write_text(json.dumps([fault.control() for fault in faults]))
         overrides = (f"data.train={data}", f"data.validation={self.folder / 'validation.jsonl'}")
+        if self.store is not None:
+            overrides += (f"checkpoint.copy_to={self.url(workdir)}",)
         [python, _, _, *words] = micro.command(self.config, workdir, *overrides)
         default = "--default-signal=INT,HUP,TERM,USR1"  # ignored where the campaign runs in the background
         runner = pathlib.Path(micro.__file__).with_name("faulty_train.py")
         words = ["env", default, python, str(runner), str(control), *words, *FLAGS]
         env = micro.environment(self.folder / "cache")
         return jobs.run_job(jobs.commands_of(words, n), [env] * n, control)
+
+    def url(self, workdir: pathlib.Path) -> str:
+        """Returns the folder of the bucket that has the copies of a run."""
+        return "s3://bucket/" + "-".join(workdir.relative_to(self.folder).parts)
 
     def reference(self, num_processes: int) -> pathlib.Path:
         """Returns the folder of a run without faults; trains it if it is missing."""
@@ -298,6 +310,7 @@ class Trial:
                 if kind in ("stuck in restore", "stuck in compile", "long compile") and not is_first:
                     return False
                 has_saved = kind != "stuck in restore" or bool(micro.saved_steps(self.workdir))
+                has_saved = has_saved and (kind not in fault_kinds.NEEDS_COPY or bool(self._copied()))
                 return has_saved and KINDS[kind].least <= self.n
 
             kind = self.campaign.draw(self.rng, fits)
@@ -346,6 +359,10 @@ class Trial:
         """Follows one life of the run through its faults; returns damage that was done after it."""
         if pending is not None:
             life.disturbed = True
+            if "killed" in pending.kind:
+                self._kill_at(life, "GET", self.rng.randrange(2, 12))
+                self._undo.append(lambda: self._kill_at(life, "", 0))
+                pending.at = time.monotonic()
             life.wait(life.steps)
             self._observed_damage(life, pending)
         for index, fault in enumerate(plan):
@@ -397,6 +414,8 @@ class Trial:
         fault.at = time.monotonic()
         if how == "signal":
             self._signal(life, fault, [life.processes[index] for index in targets])
+        elif how == "store":
+            return self._by_store(life, fault)
         elif how == "damage":
             for process in life.processes:
                 process.kill()
@@ -420,6 +439,41 @@ class Trial:
         process.send_signal(signal.SIGCONT)
         fault.said += f" for {time.monotonic() - fault.at:.1f} s"
         fault.more["over"] = time.monotonic()
+
+    def _by_store(self, life: Life, fault: Fault) -> bool:
+        """Makes the server of the bucket fail; returns whether it really happened."""
+        store = self.campaign.store
+        assert store is not None
+        vars(store).update(vars(bucket_server.Faults()))  # an earlier fault of this start is over
+        self._undo.append(lambda: vars(store).update(vars(bucket_server.Faults())))
+        fault.said = f"after {len(store.requests)} requests"
+        if fault.kind == "store slow and cut":
+            store.slow_share, store.cut_share = 0.1, 0.02
+        elif fault.kind == "store down":
+            store.down = True
+        elif fault.kind == "store full":
+            store.limit_bytes = store.stored_bytes + self.rng.randrange(1 << 20)
+        else:
+            self._kill_at(life, "PUT", self.rng.randrange(1, 12))
+            life.wait(lambda: life.processes[0].poll() is not None)
+            return life.processes[0].returncode == -signal.SIGKILL
+        return True
+
+    def _kill_at(self, life: Life, method: str, number: int) -> None:
+        """Kills process 0 as soon as it has sent so many requests for objects of a checkpoint."""
+        seen = []
+
+        def before(this: str, path: str) -> None:
+            if this == method and "/checkpoints/" in path:
+                seen.append(path)
+                if len(seen) == number:
+                    life.processes[0].kill()
+
+        self.campaign.store.before = before
+
+    def _copied(self) -> list[int]:
+        """Returns the steps that are whole in the bucket, the newest first."""
+        return whole_steps(Bucket(self.campaign.url(self.workdir)).sizes())
 
     def _around(self, life: Life, fault: Fault) -> None:
         """Changes what a run uses while it runs."""
@@ -446,12 +500,27 @@ class Trial:
 
     def _damaged(self, fault: Fault) -> Fault | None:
         steps, before = micro.saved_steps(self.workdir), self._steps_of_rows()
+        if fault.kind in fault_kinds.NEEDS_COPY:
+            return self._lose_folder(fault)
         done = fault_kinds.damage(fault.kind, self.workdir, self.rng)
         if done is None:
             return None
         fault.said, undo = done
         fault.more = {"newest": steps[-1], "gone": {step for step, _ in before - self._steps_of_rows()}}
         self._undo.append(undo)
+        return fault
+
+    def _lose_folder(self, fault: Fault) -> Fault | None:
+        """Removes the run folder, and perhaps damages the newest copy."""
+        copied, bucket = self._copied(), Bucket(self.campaign.url(self.workdir))
+        if not copied or ("damaged" in fault.kind and len(copied) < 2):
+            return None
+        steps = micro.saved_steps(self.workdir)
+        shutil.rmtree(self.workdir)
+        fault.said, fault.more = f"copies of {copied}", {"newest": max(copied + steps), "gone": set()}
+        if "damaged" in fault.kind:
+            name = f"checkpoints/{copied[0]}/state/manifest.ocdbt"
+            bucket.write(name, bytes(len(bucket.read(name))))
         return fault
 
     def _heal(self) -> None:
@@ -482,7 +551,9 @@ class Trial:
         outcome, line = fault_kinds.RESUMES, f"resumes from step {step}"
         if step < fault.more["newest"]:
             outcome = fault_kinds.GOES_BACK
-            line = next((each for each in said.splitlines() if "WARNING" in each), "nothing is said")
+            names = ("WARNING", "is damaged", "fetched ")
+            lines = [each for name in names for each in said.splitlines() if name in each]
+            line = (lines or ["nothing is said"])[0]
         elif lost:
             self.lost |= lost
             line = next((each for each in said.splitlines() if "missing" in each), "")
@@ -497,6 +568,8 @@ class Trial:
                 self._note(life, fault, fault_kinds.GOES_ON)
             return
         own, said = (), "error: "
+        if "killed" in fault.kind:
+            own = (-signal.SIGKILL,)
         if fault.rule.how == "signal":
             number = getattr(signal, fault.kind.split(",")[0].split()[0])
             own = (-number, 130) if number == signal.SIGINT else (-number,)
@@ -512,7 +585,7 @@ class Trial:
             outcome = fault_kinds.ABORTS
         elif stacks or any(code < 0 for code in others):
             outcome, line = fault_kinds.CRASHES, (stacks or [line])[0][-600:]
-        elif stopped and all(code in (0, 130) for code in codes):
+        elif stopped and all(code in (0, 74, 130) for code in codes):  # 74: while the store fails
             outcome, line = fault_kinds.STOPS, stopped
         elif fault.kind == "SIGINT" and all(code == 130 for code in codes):
             outcome = fault_kinds.STOPS
@@ -571,6 +644,8 @@ class Trial:
 
     def _compare(self) -> list[str]:
         reference = self.campaign.reference(self.n)
+        if self.campaign.store is not None and self._copied()[:1] != [NUM_STEPS]:
+            return [f"the bucket has the steps {self._copied()}"]
         return micro.differences(self.campaign.config, self.workdir, reference, lost=self.lost)
 
 

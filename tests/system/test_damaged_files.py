@@ -38,6 +38,7 @@ from hlat_jax.run import __main__ as run_commands
 from hlat_jax.run import open as run_open
 from hlat_jax.run import results
 from hlat_jax.run.compilation import read_record
+from hlat_jax.run.copying import Copier
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.store.checkpoint_checks import saved_run
@@ -101,7 +102,8 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
             program = fitting_program(settings(num_steps), jax.devices())
-            run_open.open_run(program, folder, signals=signals, stack=stack, begin_again=begin_again)
+            options = {"copier": Copier(settings(num_steps), folder), "begin_again": begin_again}
+            run_open.open_run(program, folder, signals=signals, stack=stack, **options)
 
     def begin(folder: pathlib.Path, *, begin_again: bool) -> None:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

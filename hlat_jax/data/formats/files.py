@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any, BinaryIO
 
-from hlat_jax.data.formats import remote
+from hlat_jax.store import remote
 
 SHARD_SUFFIX = ".array_record"
 MANIFEST_NAME = "manifest.json"

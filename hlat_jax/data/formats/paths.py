@@ -18,7 +18,6 @@ from typing import NoReturn
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file, fetch_first
 from hlat_jax.config import count_text
-from hlat_jax.data.formats import remote
 from hlat_jax.data.formats.files import (
     BUILDING_NAME,
     MANIFEST_NAME,
@@ -29,7 +28,8 @@ from hlat_jax.data.formats.files import (
     reason,
 )
 from hlat_jax.data.formats.parts import check_parts
-from hlat_jax.facts.local_paths import local_path
+from hlat_jax.facts.local_paths import is_bucket, local_path
+from hlat_jax.store import remote
 from hlat_jax.store.typed_json import read_json
 
 _FORMATS = {
@@ -95,6 +95,8 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     spec = spec if isinstance(spec, str) else " ".join(spec)
     search = FoundFiles([], [], [])
     for part in filter(None, parts):
+        if not in_order and is_remote_folder(part):
+            part = _copy_of_built(part, key=key, text_field=text_field)
         is_remote = is_url(part)
         if is_remote and not in_order:
             refuse_url(part, key=key, text_field=text_field)
@@ -252,6 +254,24 @@ def _check_suffix(file: DataFile, *, key: str, in_order: bool, text_field: str) 
         raise _not_by_number(file, key=key, text_field=text_field)
 
 
+def is_remote_folder(path: str) -> bool:
+    """Returns whether a path is the URL of a folder in a bucket, perhaps of a dataset that `build` wrote."""
+    return is_bucket(path) and not glob.has_magic(path) and not _data_suffix(DataFile(path).name)
+
+
+def _copy_of_built(url: str, *, key: str, text_field: str) -> str:
+    """Returns the copy on this machine of a dataset that `build` wrote to a bucket."""
+    from hlat_jax.store.bucket import Bucket, local_copy  # not at the top: most runs need no bucket
+
+    try:
+        if Bucket(url, key=key).read(MANIFEST_NAME) is None:
+            refuse_url(url, key=key, text_field=text_field)
+        return str(local_copy(url, key=key))
+    except OSError as error:
+        kind = Unreadable if isinstance(error, remote.RemoteError) else NotFound
+        raise kind(f"{key}: {url} cannot be read: {reason(error)}.") from None
+
+
 def is_url(path: str) -> bool:
     """Returns whether a path of text is a URL, and not a local one."""
     return "://" in path and not path.lower().startswith("file://")
@@ -259,6 +279,11 @@ def is_url(path: str) -> bool:
 
 def refuse_url(url: str, *, key: str, text_field: str = "text") -> NoReturn:
     """Raises ValueError for a URL of text to train on or to evaluate. Makes no network request."""
+    if is_remote_folder(url):
+        raise ValueError(
+            f"{key}: {url} is no dataset of `data build`. Build one from text in a bucket with\n  "
+            f"{build_command(DataFile(url), text_field=text_field)}"
+        )
     file = DataFile(url)
     if _data_suffix(file.name):
         _check_suffix(file, key=key, in_order=False, text_field=text_field)

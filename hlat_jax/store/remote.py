@@ -1,9 +1,10 @@
-"""Reads files behind URLs with fsspec. Each request has a time limit, and is tried again for a limited time."""
+"""Files behind URLs, with fsspec. Each request has a time limit, and is tried again for a limited time."""
 
 from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
@@ -15,6 +16,7 @@ OPENING_S, READING_S = 10, 60
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
 # Errors of clients that are no OSError, by name, as the clients may not be installed.
 _NETWORK_ERRORS = {"aiohttp.ClientError", "botocore.ConnectionError", "botocore.HTTPClientError"}
+_NO_KEY = ("NoCredentialsError", "PartialCredentialsError")
 _PASSING_STATUS = (408, 429)  # and from 500 on
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
@@ -25,13 +27,18 @@ class RemoteError(OSError):
     """A request for a URL failed after all tries. The message does not have the URL."""
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL and the path in it."""
+def filesystem_of(url: str, *, num_tries: int = 1, **options: Any) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL and the path in it.
+
+    Args:
+      num_tries: tries that S3's client makes of each request, and so of each part of a large file.
+      options: further ones of that file system.
+    """
     import fsspec.core
 
     protocol = url.partition("://")[0]
     try:
-        filesystem, path = fsspec.core.url_to_fs(url, **_timeouts(protocol))
+        filesystem, path = fsspec.core.url_to_fs(url, **_timeouts(protocol), **options)
     except ImportError as error:
         if protocol in ("s3", "s3a", "http", "https"):
             raise ValueError(f"{url}: {error}. Run pip install 'hlat_jax[s3]', or give a local path.") from None
@@ -39,7 +46,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ValueError(f"{url}: {error}. Install the package that fsspec needs, or give a local path.") from None
     if protocol in ("s3", "s3a"):
-        filesystem.retries = 1  # else it multiplies the tries of `retry`
+        filesystem.retries = num_tries  # by default one: others would multiply the tries of `retry`
     return filesystem, path
 
 
@@ -60,10 +67,10 @@ def _timeouts(protocol: str) -> dict[str, Any]:
     return {name: ours | conf.get(protocol, {}).get(name, {})}
 
 
-def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
+def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None, ended: threading.Event | None = None) -> T:
     """Returns `ask()`, and calls it again after a fault of the network, for `for_s` (OPENING_S) at most.
 
-    The first fault is a line on stderr.
+    The first fault is a line on stderr, unless there is an event `ended`. Nothing is tried again after this event.
 
     Raises:
       OSError: a RemoteError for faults that may pass, or a subclass such as FileNotFoundError for others.
@@ -78,13 +85,14 @@ def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
             fault = _describe(cause)
             if not _may_pass(cause):
-                raise type(error)(fault) if isinstance(error, _LASTING) else RemoteError(fault) from None
+                refused = PermissionError if type(error).__name__ in _NO_KEY else RemoteError
+                raise type(error)(fault) if isinstance(error, _LASTING) else refused(fault) from None
             left_s = began_s + for_s - time.monotonic() - wait_s
-            if left_s < 0:
+            if left_s < 0 or (ended is not None and ended.is_set()):
                 raise RemoteError(f"{fault}, tried for {time.monotonic() - began_s:.0f} s") from None
-        if wait_s == _FIRST_WAIT_S:
+        if wait_s == _FIRST_WAIT_S and ended is None:
             print(f"warning: {url}: {fault}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
-        time.sleep(wait_s)
+        (ended or threading.Event()).wait(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
