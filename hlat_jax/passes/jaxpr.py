@@ -95,6 +95,51 @@ def inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
                 yield inner
 
 
+def identity(jaxpr: Any) -> tuple:
+    """Returns what is equal for jaxprs that compute the same by the same functions, under the same names.
+
+    Args:
+      jaxpr: open, or anything with `invars`, `eqns` and `outvars`. Functions and arrays in it are told apart by `id`.
+    """
+    numbers: dict[Any, int] = {}
+
+    def of_atom(atom: Any) -> Any:
+        value = (type(atom.val), str(atom.val)) if is_literal(atom) else numbers.setdefault(atom, len(numbers))
+        return value, str(atom.aval)
+
+    def of_param(value: Any) -> Any:
+        if isinstance(value, core.ClosedJaxpr):
+            return identity(value.jaxpr), tuple(map(id, value.consts))
+        if isinstance(value, core.Jaxpr):
+            return identity(value)
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(map(of_param, value))
+        return by_value(value)
+
+    return (
+        tuple(map(of_atom, jaxpr.invars)),
+        tuple(
+            (
+                eqn.primitive,
+                str(eqn.source_info.name_stack),
+                tuple(map(of_atom, (*eqn.invars, *eqn.outvars))),
+                tuple((key, of_param(value)) for key, value in sorted(eqn.params.items())),
+            )
+            for eqn in jaxpr.eqns
+        ),
+        tuple(map(of_atom, jaxpr.outvars)),
+    )
+
+
+def by_value(value: Any) -> Any:
+    """Returns what is equal for equal values, but for a function or a value without a hash only for the same object."""
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return (type(value), id(value)) if callable(value) else (type(value), value)
+
+
 def reference_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the jaxpr of the `reference` function of a kernel's primitive, or None for other equations."""
     reference = getattr(eqn.primitive, "reference", None)
@@ -186,7 +231,7 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     to the function as they are.
     """
     all_leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(all_leaves) if _is_array(leaf)]
+    places = [place for place, leaf in enumerate(all_leaves) if is_array(leaf)]
     leaves = [all_leaves[place] for place in places]
     trees = []
 
@@ -252,7 +297,8 @@ def warn_of_rule_with_tracer(fn: Any, jaxpr: core.Jaxpr) -> tuple[str, str] | No
     return rule
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Returns whether an argument is traced: it has a dtype and a shape."""
     if isinstance(leaf, type):  # `jnp.float32` has the attributes of its instances
         return False
     return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))

@@ -27,6 +27,7 @@ from hlat_jax.passes.jaxpr import (
     bind_again,
     called_jaxpr,
     function_name,
+    identity,
     is_literal,
     place_of,
     trace_call,
@@ -176,6 +177,7 @@ class _Namer:
         self.given: set[str] = set()
         self.num_loops = 0
         self.kinds: dict[tuple, int] = {}  # of segments
+        self.traced: dict[tuple, Callable] = {}  # identity of a segment -> its function with a checkpoint
         self.selection: core.JaxprEqn | None = None  # the call that selects residuals around the segments
 
     def names(self, prefix: str) -> Callable[[core.JaxprEqn], list[str | None]]:
@@ -281,6 +283,9 @@ def _emit_regions(
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
     kind = namer.kinds.setdefault(segment.kind, len(namer.kinds))  # segments of one kind have the same names
+    key = kind, identity(segment)
+    if key in namer.traced:  # JAX traces and differentiates one function once
+        return namer.traced[key](*ins)
 
     def emit(*args: Any) -> list:
         return _emit(segment, args, namer.names(f"{_SEGMENT}{kind}."))
@@ -290,7 +295,8 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
             return emit(*args)
         return select_again(namer.selection, emit, args)
 
-    return fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)(*ins)
+    namer.traced[key] = fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)
+    return namer.traced[key](*ins)
 
 
 def _checkpointed_loop(eqn: core.JaxprEqn, ins: list, namer: _Namer) -> list:

@@ -28,14 +28,13 @@ from hlat_jax.config import STOCK_POLICIES
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
 from hlat_jax.passes.chunk_pass import chunk
-from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, function_name, rule_with_tracer, trace_call
+from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, by_value, function_name, is_array, rule_with_tracer, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.remat_search import (
     ESTIMATE_ERROR,
     GENERAL_ADVICE,
     NoChoiceFits,
     Trials,
-    estimated_bytes,
     narrowest_region,
     search_region,
 )
@@ -127,6 +126,7 @@ class _Form:
         self.fn = functools.reduce(_applied, self.later, [self.given, *self.changed][-1])
         self.jaxprs: list[core.Jaxpr] = []
         self.measured: list[int] = []
+        self._calls: dict[Any, Any] = {}  # passes take seconds: each call of `fn` is traced once
         self.trial = Trials(self._traced, self._measured)
 
     def is_changed(self) -> bool:
@@ -141,8 +141,7 @@ class _Form:
 
     def estimate(self) -> int:
         """Returns the estimated bytes with nothing kept, in the region with the fewest."""
-        traced = (self.trial.traced(region, RematChoice()) for region in self.regions())
-        return min(map(estimated_bytes, traced))
+        return min(self.trial.estimate(region, RematChoice()) for region in self.regions())
 
     def regions(self) -> list[str]:
         """Returns the regions that serve the function."""
@@ -174,14 +173,19 @@ class _Form:
         fn = self.fn
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            closed, leaves, tree = trace_call(fn, args, kwargs)
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            key = structure, tuple(jax.typeof(leaf) if is_array(leaf) else by_value(leaf) for leaf in leaves)
+            if key not in self._calls:
+                closed, _, tree = trace_call(fn, args, kwargs)
+                self._calls[key] = closed, tree, rule_with_tracer(closed.jaxpr)
+            closed, tree, rule = self._calls[key]
             self.jaxprs.append(closed.jaxpr)
-            if self.changing:  # finding chunks takes seconds: not twice
-                return jax.tree.unflatten(tree, core.jaxpr_as_fun(closed)(*leaves))
-            return fn(*args, **kwargs)
+            if rule is not None:  # it cannot run from a jaxpr
+                return fn(*args, **kwargs)
+            return jax.tree.unflatten(tree, core.jaxpr_as_fun(closed)(*filter(is_array, leaves)))
 
         observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
-        program = self.step(observed if choice is None else naming.checkpointed(fn, choice, region=region))
+        program = self.step(observed if choice is None else naming.checkpointed(observed, choice, region=region))
         return (program if hasattr(program, "trace") else jax.jit(program)).trace(*self.args)
 
     def _measured(self, traced: Any) -> int:

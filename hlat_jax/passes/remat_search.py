@@ -198,6 +198,13 @@ class Trials:
     def __init__(self, traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]):
         self.traced, self._measure = functools.cache(traced), measure
         self.compiled: dict[tuple[str, RematChoice | None], Trial] = {}
+        self._estimates: dict[tuple[str, RematChoice | None], int] = {}
+
+    def estimate(self, region: str, choice: RematChoice | None) -> int:
+        """Returns the estimated bytes of a program, which is not compiled for it."""
+        if (region, choice) not in self._estimates:
+            self._estimates[region, choice] = estimated_bytes(self.traced(region, choice))
+        return self._estimates[region, choice]
 
     def __call__(self, region: str, choice: RematChoice | None) -> Trial:
         if (region, choice) not in self.compiled:
@@ -262,10 +269,10 @@ def search_region(
 
 def _prediction(trials: Trials, region: str) -> Callable[[RematChoice], float]:
     """Returns choice -> predicted bytes: estimates on a line through the programs that keep everything and nothing."""
-    (most, *_, everything), (least, *_, nothing) = trials("", None), trials(region, RematChoice())
-    low = estimated_bytes(nothing)
-    slope = (most - least) / max(1, estimated_bytes(everything) - low)
-    return lambda choice: least + slope * (estimated_bytes(trials.traced(region, choice)) - low)
+    most, least = trials("", None).num_bytes, trials(region, RematChoice()).num_bytes
+    low = trials.estimate(region, RematChoice())
+    slope = (most - least) / max(1, trials.estimate("", None) - low)
+    return lambda choice: least + slope * (trials.estimate(region, choice) - low)
 
 
 def _search_choice(
@@ -367,8 +374,8 @@ def _not_much_larger(trials: Trials, programs: Sequence[_Program]) -> list[_Prog
     first, *others = programs
     if not others:
         return [first]
-    most = ESTIMATE_ERROR * estimated_bytes(trials.traced(*first))
-    return [first, *(program for program in others if estimated_bytes(trials.traced(*program)) < most)]
+    most = ESTIMATE_ERROR * trials.estimate(*first)
+    return [first, *(program for program in others if trials.estimate(*program) < most)]
 
 
 def estimated_bytes(traced: Any) -> int:

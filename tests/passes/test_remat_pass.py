@@ -401,6 +401,42 @@ def test_passes_come_after_the_changes_that_meet_a_budget():
     assert seen[-1].report().replacements
 
 
+def test_a_search_traces_the_passes_of_a_function_once():
+    calls = []
+
+    def later(fn):
+        def passed(*args):
+            calls.append(args)
+            return fn(*args)
+
+        return passed
+
+    plan = remat.fit(loss, *arguments(), budget_bytes=budget_between(0.5), options=SMALL, passes=(later,))
+    assert plan.compilations > 2
+    assert len(calls) == 1
+
+
+def test_equal_blocks_in_a_python_loop_are_traced_once(monkeypatch):
+    made = []
+
+    def checkpoint(*args, **options):
+        made.append(args)
+        return in_order(*args, **options)
+
+    in_order = naming.fences.checkpoint_in_order
+    monkeypatch.setattr(naming.fences, "checkpoint_in_order", checkpoint)
+
+    def scaled(params, x):  # blocks of one kind that differ in a constant
+        for scale, one in enumerate(params):
+            x = x + (scale + 0.5) * (mlp_block(one, x) - x)
+        return jnp.mean(x**2)
+
+    for fn, most in ((unrolled, 2), (scaled, 7)):
+        made.clear()
+        jax.eval_shape(naming.checkpointed(fn, RematChoice(), region="segments"), *shapes_of_six_blocks())
+        assert most - 1 <= len(made) <= most
+
+
 def test_a_budget_in_another_unit_or_an_unknown_region_is_refused_with_what_is_taken():
     with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
         remat_pass.RematOptions(region="loop")
