@@ -14,6 +14,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import jax
@@ -69,6 +70,7 @@ class Copier:
         self._step = self._reading = 0  # the newest checkpoint that was offered, and the one that is being sent
         self._sent: set[int] = set()
         self.problem, self._run, self._start = "", "", b""
+        self.on_failure: Callable[[str], None] = lambda problem: None  # set once the run has a ledger
         self._work: list[concurrent.futures.Future[None]] = []
         self._bucket: Bucket | None = None
         if (url := config.checkpoint.copy_to) == "":
@@ -311,6 +313,7 @@ class Copier:
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
+        self.on_failure(problem)
         line = f"{problem}. Training goes on; the next checkpoint is tried again."
         if distributed.is_first():
             say("copy FAILED", line)

@@ -107,6 +107,7 @@ def open_inputs(
     stack.enter_context(only_job(workdir))
     copier.open(signals)
     ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else Silent())
+    copier.on_failure = lambda problem: ledger.event("store_failed", reason=problem)
     rows, index_folder = process_rows(program.layout, config.data.batch_size), workdir / INDEX_FOLDER
     retries = Retries(lambda: bool(signals.name))
     # what an earlier process of the run has read was not mistyped

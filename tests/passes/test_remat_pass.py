@@ -411,7 +411,7 @@ def test_a_search_traces_the_passes_of_a_function_once():
 
         return passed
 
-    plan = remat.fit(loss, *arguments(), budget_bytes=budget_between(0.5), options=SMALL, passes=(later,))
+    plan = remat_pass.fit(loss, *arguments(), budget_bytes=budget_between(0.5), options=SMALL, passes=(later,))
     assert plan.compilations > 2
     assert len(calls) == 1
 

@@ -13,6 +13,7 @@ from refusals import assert_names
 
 from hlat_jax.run import copying
 from hlat_jax.run.copying import COPY_CODE
+from hlat_jax.run.goodput import read_events
 from hlat_jax.store import bucket as bucket_lib
 from hlat_jax.store.bucket import Bucket, whole_steps
 
@@ -112,6 +113,8 @@ def test_a_store_that_fails_stops_no_training(train, trained_run, url, faults, t
     failures = [line for line in out.splitlines() if line.startswith("copy FAILED")]
     assert len(failures) >= 2
     assert_names(failures[-1], url, "no free space", "step 24")
+    recorded = [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "store_failed"]
+    assert len(recorded) == len(failures)
     assert_names(err, url, "no free space", "step 24")
     assert not differences(tmp_path / "run", trained_run)
     faults.limit_bytes = 1 << 60
