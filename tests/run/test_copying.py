@@ -259,7 +259,7 @@ def test_weights_are_read_from_a_bucket_as_from_a_disk(train, url, tmp_path, mon
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert train(tmp_path / "run", "train.num_steps=5")[0] == 0
-    words = ("--prompt=It is", "--num_tokens=8", "--temperature=0")
+    words = ("--prompt=It is", "--max_tokens=8")
     texts = [generate_here(f"--checkpoint={path}", *words)[:2] for path in (tmp_path / "run", url)]
     assert texts[0][0] == 0
     assert texts[0] == texts[1]

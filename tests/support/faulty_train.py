@@ -21,7 +21,7 @@ from hlat_jax.host import process
 SHORT_LIMIT, SHORT_LIMIT_OF_OTHERS = 2, 16
 SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
 SLOW_READ_S = 0.4
-SHORT_REQUESTS_S = 5  # to the store of copies
+SHORT_REQUESTS_S = 15  # to the store of copies
 
 
 class Faults:

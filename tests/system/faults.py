@@ -261,6 +261,7 @@ class Trial:
         self.done: list[dict] = []  # faults that happened
         self._ids, self._undo = 0, []
         self._ledger_from: float | None = None  # the first start that it counts
+        self._completed = 0.0  # when the run had its last step
         self._now: Fault | None = None  # done, and nothing has come of it yet
 
     def run(self, num_faults: int) -> list[str]:
@@ -278,10 +279,12 @@ class Trial:
                     folders = (self.workdir, self.workdir.with_name("away"))  # as the fault may have renamed it
                     if self._ledger_from is None and any(map(read_events, folders)):
                         self._ledger_from = life.began
+                if self._is_complete():  # a start that only copies the last checkpoint enters nothing in the ledger
+                    self._completed = self._completed or life.ended[0]
                 if pending is None:
                     self._heal()
                 if life.codes() == [0] * self.n and self._is_complete():
-                    return self._ledger_problems(ended=life.ended[0]) + self._compare()
+                    return self._ledger_problems(ended=self._completed or life.ended[0]) + self._compare()
                 if not life.disturbed and any(life.codes()):
                     return [f"ended with codes {life.codes()} without a fault: {life.err()[0][-300:]}"]
             return ["does not come to its end"]
