@@ -121,13 +121,19 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
     if layout.sequence_parallel or layout.wide(CONTEXT):
         _check_seq_len(config.data.seq_len, layout)
     rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
-    parts = layout.row_degree * num_microbatches
+    if num_microbatches == -1 and rows < layout.row_degree:
+        raise ValueError(
+            f"data.batch_size={rows} has fewer rows than {count_text(layout.row_degree, 'data-parallel part')}; lower "
+            "parallel.data or parallel.fsdp, or raise data.batch_size."
+        )
+    parts = 1 if num_microbatches == -1 else layout.row_degree * num_microbatches
     if rows % parts:
         per_part, is_rest = divmod(rows, layout.row_degree)
         raise ValueError(
             f"data.batch_size={rows} does not divide into {count_text(layout.row_degree, 'data-parallel part')} x "
             f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
-            + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
+            + ("" if is_rest else f", or train.num_microbatches a divisor of {per_part}")
+            + (", or train.num_microbatches=-1, which pads." if per_part else ".")
         )
     if server:
         _check_groups(parallel, model=config.model, server=server)
@@ -249,7 +255,9 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
     if not model.fuse_qkv:
         sizes["kv_embed"] = sizes["embed"]
     for axis, (path, size) in sizes.items():
-        _check_divisor(path, size, layout, layout.state_rules[axis])
+        is_padded = layout.wide(layout.param_rules[axis]) != layout.wide(layout.state_rules[axis])
+        if not is_padded or layout.wide(layout.param_rules[axis]):
+            _check_divisor(path, size, layout, layout.state_rules[axis])
 
 
 def _check_seq_len(seq_len: int, layout: Layout) -> None:
@@ -274,4 +282,7 @@ def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str
         degrees = layout.degrees
         axes = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in mesh_axes)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
-        raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
+        within = " Or set parallel.zero1=False: fsdp alone then splits the state." * ("fsdp" in axes and "data" in axes)
+        raise ValueError(
+            f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.{within}"
+        )

@@ -149,11 +149,12 @@ class ReplicaSync:
 
         Args:
           state: {"step", "params", "opt_state"[, "model_state"]}, arrays or their shapes. A leaf of the optimizer's
-            state whose path ends in that of a parameter of its shape is sharded like it; all others are replicated.
+            state whose path ends in that of a parameter, and has the shape of its state, is sharded like it; all others
+            are replicated.
         """
         replicated, leaves = self.layout.replicated_sharding(), jax.tree_util.tree_leaves_with_path(state["params"])
-        mirrors = jax.tree.leaves(self._map(self.layout.state_sharding))
-        of_param = {(path, leaf.shape): mirror for (path, leaf), mirror in zip(leaves, mirrors, strict=True)}
+        mirrors = jax.tree.leaves(self._map(self._abstract_state, state["params"]))
+        of_param = {(path, mirror.shape): mirror.sharding for (path, _), mirror in zip(leaves, mirrors, strict=True)}
 
         def sharding(path: tuple, leaf: Any) -> NamedSharding:
             ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
@@ -165,13 +166,44 @@ class ReplicaSync:
 
     def shard_like_state(self, params: Any) -> Any:
         """Returns parameters sharded like the optimizer's state: with ZeRO-1, a part on every replica."""
-        return jax.lax.with_sharding_constraint(params, self._map(self.layout.state_sharding))
+        return jax.lax.with_sharding_constraint(self.pad_like_state(params), self._map(self.layout.state_sharding))
 
-    def all_gather_params(self, params: Any) -> Any:
-        """Returns parameters as the forward pass reads them, from `shard_like_state`: the all-gather of ZeRO-1."""
+    def pad_like_state(self, params: Any) -> Any:
+        """Returns parameters with zeros in the dims that the replicas do not divide, see `Layout.state_shape`."""
+
+        def pad(axes: tuple[str, ...], leaf: jax.Array) -> jax.Array:
+            shape = self.layout.state_shape(leaf.shape, axes)
+            if shape == leaf.shape:
+                return leaf
+            dim, split = self.layout.state_split(axes)
+            size = shape[dim] // self.layout.size(split)
+
+            def own_part(whole: jax.Array) -> jax.Array:  # explicit: a partitioner exchanges borders
+                start = collectives.axis_index(split) * size
+                return jax.lax.dynamic_slice_in_dim(_pad_dim(whole, dim, shape[dim]), start, size, dim)
+
+            return self._shard_map(
+                own_part, (spec(axes, self.layout.param_rules),), spec(axes, self.layout.state_rules)
+            )(leaf)
+
+        return self._map(pad, params)
+
+    def all_gather_params(self, params: Any, *, like: Any) -> Any:
+        """Returns parameters as the forward pass reads them, from `shard_like_state`: the all-gather of ZeRO-1.
+
+        Args:
+          params: on each replica its part.
+          like: parameters without padding, arrays or shapes.
+        """
+
+        def cut(axes: tuple[str, ...], whole: jax.Array, leaf: Any) -> jax.Array:
+            if self.layout.state_shape(leaf.shape, axes) == leaf.shape:
+                return whole
+            dim, _ = self.layout.state_split(axes)
+            return jax.lax.slice_in_dim(whole, 0, leaf.shape[dim], axis=dim)
 
         def gather(parts: Any) -> Any:
-            return self._all_gather(parts, self.layout.state_split)
+            return self._map(cut, self._all_gather(parts, self.layout.state_split), like)
 
         return self._shard_map(gather, (self._state,), self._params)(params)
 
@@ -216,6 +248,10 @@ class ReplicaSync:
         named = structure.flatten_up_to(self.axes)
         reductions = [self.layout.reduction(axes) for axes in named]
         keys, dims = [key for key, _ in reductions], [dim for _, dim in reductions]
+        for index, ((scattered, _), dim) in enumerate(reductions):
+            parts = self.layout.size(scattered)
+            if parts > 1 and leaves[index].shape[dim] % parts:
+                leaves[index] = _pad_dim(leaves[index], dim, -(-leaves[index].shape[dim] // parts) * parts)
         for indices in buckets.assign_buckets(leaves, keys, bucket_bytes=self.layout.bucket_bytes):
             axes, sums = keys[indices[0]]
             bucket, bucket_dims = [leaves[index] for index in indices], [dims[index] for index in indices]
@@ -245,6 +281,10 @@ class ReplicaSync:
     def _psum_over_rows(self, sums: Any) -> Any:
         return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(TOKENS)), sums)
 
+    def _abstract_state(self, axes: tuple[str, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, sharding = self.layout.state_shape(leaf.shape, axes), self.layout.state_sharding(axes)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
     def _map(self, fn: Callable, *trees: Any) -> Any:
         return jax.tree.map(fn, self.axes, *trees, is_leaf=_is_axes)
 
@@ -258,6 +298,11 @@ class ReplicaSync:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _pad_dim(array: jax.Array, dim: int, size: int) -> jax.Array:
+    """Returns the array with zeros after its last element in `dim`, `size` in all."""
+    return jnp.pad(array, [(0, (size - array.shape[dim]) * (index == dim)) for index in range(array.ndim)])
 
 
 def _own(kept: Any) -> Any:

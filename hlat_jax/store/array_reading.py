@@ -35,7 +35,7 @@ def read_parts(
     abstract: jax.ShapeDtypeStruct,
     fill: Callable[[dict[Bounds, np.ndarray]], None],
     *,
-    num_rows: int | None = None,
+    stored_shape: tuple[int, ...] | None = None,
     donatable: bool = False,
 ) -> Any:
     """Returns a NumPy array, or, where `abstract` has a sharding, a jax array.
@@ -43,7 +43,7 @@ def read_parts(
     Args:
       abstract: shape, dtype and sharding.
       fill: writes the values of the parts that the devices of this process need, each once.
-      num_rows: of the first axis that are stored, all by default; rows beyond them are zeros.
+      stored_shape: what is stored, by default all; elements beyond it are zeros.
       donatable: a program can reuse its memory; on CPU that is a copy, as memory that was taken over cannot be reused.
     """
     shape, sharding = abstract.shape, abstract.sharding
@@ -60,12 +60,14 @@ def read_parts(
         for limits in map(bounds, indices)
     }
     stored = parts
-    if num_rows is not None and num_rows < shape[0]:
+    if stored_shape is not None and any(map(int.__lt__, stored_shape, shape)):
         stored = {}
-        for ((start, stop), *rest), values in parts.items():
-            end = min(max(start, num_rows), stop)
-            values[end - start :] = 0
-            stored |= {((start, end), *rest): values[: end - start]} if end > start else {}
+        for limits, values in parts.items():
+            within = tuple((start, min(stop, size)) for (start, stop), size in zip(limits, stored_shape, strict=True))
+            if within != limits:
+                values.fill(0)
+            if all(start < stop for start, stop in within):
+                stored[within] = values[tuple(slice(stop - start) for start, stop in within)]
     fill(stored)
     if sharding is None:
         return parts[bounds(whole)]
@@ -76,7 +78,7 @@ def read_parts(
 def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donatable: bool = False) -> Any:
     """Returns an array that TensorStore opens, as `read_parts`; another dtype rounds to nearest.
 
-    Of the first axis `abstract` may have more rows than are stored, which are zeros, or fewer.
+    Of each axis `abstract` may have more elements than are stored, which are zeros, or fewer.
 
     Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
     INDEX_CACHE in `spec` is the cache for the nodes of a database.
@@ -100,7 +102,7 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
         for read in reads:
             read.result()
 
-    return read_parts(abstract, fill, num_rows=stored.shape[0] if stored.shape else None, donatable=donatable)
+    return read_parts(abstract, fill, stored_shape=tuple(stored.shape), donatable=donatable)
 
 
 def _boxes(limits: Bounds, chunk: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:

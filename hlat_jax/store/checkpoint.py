@@ -40,6 +40,7 @@ from hlat_jax.store.checkpoint_checks import (
     not_finite,
     problem_on_disk,
     saved_run,
+    without_padding,
     without_table_rows,
 )
 from hlat_jax.store.config_diff import differences
@@ -334,13 +335,14 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
     """Returns one checkpoint, from `find_saved`; its window of spikes begins again if it was saved with other shapes.
 
     The embedding table and the head, and what the optimizer keeps of them, may be padded with more rows of zeros, or
-    fewer: another layout pads the vocabulary to other parts.
+    fewer: another layout pads the vocabulary to other parts. So may dims of the optimizer's state, for other replicas.
 
     Raises:
       ValueError: it holds arrays of other shapes or dtypes, which would be cast silently.
     """
     run = saved_run(folder)
-    others = differences(*map(without_table_rows, (run["arrays"], _arrays(abstract_state))))
+    both = map(without_padding, (run["arrays"], _arrays(abstract_state)))
+    others = differences(*map(without_table_rows, both))
     begins_again = any(line.startswith(_WINDOW) for line in others)
     others = [line for line in others if not line.startswith(_WINDOW)]
     if others:
