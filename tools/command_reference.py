@@ -27,6 +27,7 @@ COMMANDS = (
     "hf average",
     "plan",
     "plan choices",
+    "plan nodes",
     "neuron lint",
     "neuron ladder",
     "neuron hlo",

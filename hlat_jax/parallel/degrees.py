@@ -195,6 +195,16 @@ def are_degrees_valid(config: Config, num_devices: int, *, server: Server | None
     return True
 
 
+def nearest_nodes(config: Config, num_nodes: int, *, node_devices: int, server: Server | None) -> list[int]:
+    """Returns the next number of nodes below `num_nodes`, and the next above it, on which `check_degrees` passes.
+
+    Above, it looks up to four times as many nodes, and 8 more.
+    """
+    sides = range(num_nodes - 1, 0, -1), range(num_nodes + 1, 4 * num_nodes + 9)
+    found = ((n for n in side if are_degrees_valid(config, n * node_devices, server=server)) for side in sides)
+    return [count for count in (next(side, 0) for side in found) if count]
+
+
 def nearest_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> dict[str, int] | None:
     """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from the config's.
 

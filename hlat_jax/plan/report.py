@@ -18,7 +18,7 @@ from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.chips import chip_of
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
 from hlat_jax.parallel import rows as rows_lib
-from hlat_jax.parallel.degrees import verdicts
+from hlat_jax.parallel.degrees import are_degrees_valid, nearest_nodes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -61,12 +61,23 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: several nodes of a single machine, or as `degrees.layout_over`.
+      ValueError: several nodes of a single machine, or as `degrees.layout_over`, with the nearest numbers of nodes that
+        pass.
     """
     target = hardware.node(site.target)
     if site.nodes > 1 and not target.network:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
-    return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
+    options = {"platform": target.platform, "server": site.server, "chip": site.target}
+    try:
+        return planned_layout(config, site.num_devices, **options)
+    except ValueError as error:
+        near = []
+        if target.network and not are_degrees_valid(config, site.num_devices, server=site.server):
+            near = nearest_nodes(config, site.nodes, node_devices=target.num_devices(), server=site.server)
+        if not near:
+            raise
+        counts = " and ".join(count_text(count, "node") for count in near)
+        raise ValueError(f"{error} With the degrees of the config, {counts} pass.") from None
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:

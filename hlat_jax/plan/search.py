@@ -74,7 +74,7 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
     projection = plan.get("projection", {})
     return {
         "layout": plan["layout"],
-        "num_microbatches": plan["schedule"]["num_microbatches"],
+        "num_microbatches": config.train.num_microbatches,
         "remat": config.model.remat,
         "disputed_groups": plan["disputed_groups"],
         "total": plan["device_bytes"]["total"],
