@@ -10,6 +10,7 @@ from absl import flags
 from hlat_jax.config import count_text
 from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import server_of_node
+from hlat_jax.host.neuron_topology import HERE, detected_instance
 from hlat_jax.weights.init_model import parse_config
 
 
@@ -20,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
       ValueError: no number of nodes in the range passes; the message has the nearest ones that do.
     """
     config, values = parse_config(argv, _define)
-    target, least = hardware.node(values.instance), values.min_nodes
+    target = hardware.node(values.instance or detected_instance(HERE) or "trn1.32xlarge")
+    least = values.min_nodes
     if least > values.nodes:
         raise ValueError(f"--min_nodes={least} is more than --nodes={values.nodes}. Lower --min_nodes.")
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -46,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _define(values: flags.FlagValues) -> None:
     names = ", ".join([*hardware.NODES, "cpu"])
-    flags.DEFINE_string("instance", "trn1.32xlarge", f"Type of the nodes: {names}.", flag_values=values)
+    about = f"Type of the nodes: {names}; default: of this machine, or trn1.32xlarge."
+    flags.DEFINE_string("instance", "", about, flag_values=values)
     flags.DEFINE_integer("nodes", 1, "Number of nodes that are there.", 1, flag_values=values)
     flags.DEFINE_integer("min_nodes", 1, "Fewest nodes to use.", 1, flag_values=values)
     flags.DEFINE_integer("cores", 0, "JAX devices of a node; 0: all of its type.", 0, flag_values=values)
