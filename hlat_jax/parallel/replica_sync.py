@@ -178,13 +178,14 @@ class ReplicaSync:
             dim, split = self.layout.state_split(axes)
             size = shape[dim] // self.layout.size(split)
 
-            def own_part(whole: jax.Array) -> jax.Array:  # explicit: a partitioner exchanges borders
-                start = collectives.axis_index(split) * size
-                return jax.lax.dynamic_slice_in_dim(_pad_dim(whole, dim, shape[dim]), start, size, dim)
+            def own_part(whole: jax.Array, start: jax.Array) -> jax.Array:  # explicit: a partitioner exchanges borders
+                padded = _pad_dim(whole, dim, shape[dim])
+                return jax.lax.dynamic_slice_in_dim(padded, start.reshape(()), size, dim)
 
-            return self._shard_map(
-                own_part, (spec(axes, self.layout.param_rules),), spec(axes, self.layout.state_rules)
-            )(leaf)
+            # not by `axis_index`, which divides by a number of replicas: see rule KB09 of docs/neuron-lint.md
+            starts = jnp.arange(0, shape[dim], size, dtype=jnp.int32)
+            in_specs = spec(axes, self.layout.param_rules), P(split)
+            return self._shard_map(own_part, in_specs, spec(axes, self.layout.state_rules))(leaf, starts)
 
         return self._map(pad, params)
 
