@@ -295,12 +295,7 @@ def test_a_job_with_a_wrong_config_fails_once(story):
 
 def test_a_job_that_loses_a_node_goes_on_with_the_others(cluster, tmp_path):
     workdir, port = tmp_path / "run", jobs.free_address().rpartition(":")[2]
-    words = [
-        f"--config={micro.write_config(tmp_path)}",
-        f"--workdir={workdir}",
-        f"--port={port}",
-        "--peer_timeout_s=15",
-    ]
+    words = [f"--config={micro.write_config(tmp_path)}", f"--workdir={workdir}", f"--port={port}"]
     words += ["--peer_timeout_s=15", "--config.train.eval_every_steps=0", "--config.checkpoint.every_steps=5"]
     words += ["--config.train.num_microbatches=-1", "--config.train.num_steps=1000000"]
     few = dataclasses.replace(cluster, env=cluster.env | {"MIN_NODES": "1", "PLAN_FLAGS": "--instance=cpu"})
