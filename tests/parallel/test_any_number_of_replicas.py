@@ -1,17 +1,23 @@
 """Replicas that divide neither the batch nor the width of the model train as one device does, on the same batches."""
 
 import jax
+import jax.numpy as jnp
+import micro
 import numpy as np
 import pytest
 from steps import documents
 
 import configs
+import hlat_jax.hf
 from hlat_jax import precision
+from hlat_jax.model import init_params
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.rows import pad_rows, process_rows
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.program import make_program
+from hlat_jax.program import host_state, make_program
+from hlat_jax.run.resume import with_weights
 from hlat_jax.store.checkpoint import Checkpointer, read_checkpoint
+from hlat_jax.weights.trained import open_weights
 
 NUM_STEPS = 3
 RATE = 5e-4  # see test_covering_array
@@ -145,3 +151,45 @@ def test_replicas_inside_shards_must_divide_the_width():
     with pytest.raises(ValueError, match=r"embed_dim=20 does not divide into the 6 parts .*parallel\.zero1=False"):
         planned_layout(configured(3, fsdp=2), 6, platform="cpu")
     planned_layout(configured(3, fsdp=2, zero1=False), 6, platform="cpu")
+
+
+def test_the_host_draws_the_padded_state_that_a_program_does():
+    config = configured(3, policy="mixed")
+    program = make_program(config, layout_over(config, jax.devices()[:3]))
+    found, wanted = host_state(program), program.init_state()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert jax.tree.map(lambda x: x.sharding, found) == program.training.shardings
+
+
+def test_weights_of_any_folder_start_a_padded_state(tmp_path):
+    config = configured(3, policy="mixed")
+    program = make_program(config, layout_over(config, jax.devices()[:3]))
+    params = init_params(config.model, jax.random.key(0, impl="rbg"))
+    hlat_jax.hf.save(params, config.model, "", tmp_path / "out")
+    state = program.init_state()
+    found, _ = with_weights(state, open_weights(tmp_path / "out"), config=config)
+    abstract = jax.tree.map(lambda x: (x.shape, x.dtype), program.abstract_state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == abstract
+    masters = without_padding({"params": params, "opt_state": found["opt_state"]})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(masters[f"['opt_state']['master']{name}"], np.asarray(leaf))
+    assert_padding_is_zero(found)
+
+
+@pytest.mark.slow
+def test_a_run_on_nine_devices_trains_as_on_one_and_gives_its_masters(tmp_path):
+    settings = ("data.batch_size=10", "train.num_microbatches=-1", "parallel.zero1=True", "precision.policy=mixed")
+    settings += ("train.num_steps=3", "train.eval_every_steps=3", "train.num_eval_batches=2", "optimizer.eps=1e-5")
+    config, rows = micro.write_config(tmp_path), []
+    for count in (9, 1):
+        done = micro.run(micro.command(config, tmp_path / str(count), *settings), micro.environment(num_devices=count))
+        assert done.returncode == 0, done.stderr
+        rows.append(micro.rows(tmp_path / str(count)))
+    for row, wanted in zip(*rows, strict=True):
+        for key in {"loss", "eval_loss", "grad_norm", "tokens", "batch_hash"} & wanted.keys():
+            expected = wanted[key] if isinstance(wanted[key], str) else pytest.approx(wanted[key], rel=NARROW)
+            assert row[key] == expected, (row["step"], key)
+    masters, params = (open_weights(tmp_path / "9", masters=masters) for masters in (True, False))
+    for name in ("embed", "layers.mlp.down"):
+        np.testing.assert_array_equal(np.asarray(masters.read(name).astype(jnp.bfloat16)), params.read(name))
