@@ -97,7 +97,10 @@ count_nodes() {
 # Ends the command, and exits with 10, when the run can use more nodes than now.
 end_when_more() { # pid of the command
   local now=$num_nodes
-  while sleep "$grow_s" & wait $!; do
+  trap 'kill "$!" 2> /dev/null; exit 0' TERM
+  while true; do
+    sleep "$grow_s" > /dev/null 2>&1 & # a reader of this script's output must not wait for it
+    wait "$!"
     if count_nodes 2> /dev/null && ((num_nodes > now)); then
       trap "" TERM # from here on the caller waits for this
       echo "$num_nodes nodes can be used, and $now are: the command saves and starts again." >&2
@@ -206,6 +209,7 @@ while true; do
   if ((min_nodes > 0)); then
     count_nodes
     code=$?
+    [[ -z $stopped ]] || end 143
     ((code != 2)) || exit 2
     if ((code == 0)); then
       names=$(IFS=,; echo "${there[*]:0:num_nodes}")
