@@ -55,9 +55,9 @@ CASES = {
     "3 x pipe 2": {"data": 3, "parallel__pipe": 2, "accumulate": "programs"},
     "3 x context 2": {"data": 3, "parallel__context": 2},
     "copies of KV heads": {"data": 3, "parallel__tensor": 2, "num_kv_heads": 1, "fuse_qkv": False, "policy": "bf16_sr"},
-    "muon": {"data": 3, "optimizer__name": "muon"},
+    "muon": {"data": 3, "optimizer__name": "muon", "embed_dim": 50},  # whose width sets the scale
 }
-NUMERICS = ("policy", "num_kv_heads", "fuse_qkv", "optimizer__name")
+NUMERICS = ("policy", "num_kv_heads", "fuse_qkv", "optimizer__name", "embed_dim")
 
 
 @pytest.mark.quick_cases("3 x tensor 2")

@@ -273,10 +273,10 @@ def test_restart_gives_a_command_the_nodes_that_the_degrees_allow(tmp_path):
     follows = "--config.train.num_microbatches=-1"
     assert min_nodes(tmp_path, follows)[:2] == (0, [["3", "a,b,c"]] * 2)
     assert min_nodes(tmp_path, follows, "--config.parallel.tensor=2")[:2] == (0, [["2", "a,b"]] * 2)
-    code, starts, said = min_nodes(tmp_path, follows, "--config.parallel.tensor=6", "--config.model.fuse_qkv=False")
+    code, starts, said = min_nodes(tmp_path, follows, "--config.parallel.tensor=2", "--config.parallel.pipe=2")
     assert (code, starts) == (2, [])
     [line] = [line for line in said.splitlines() if "error" in line]
-    assert_names(line, "--nodes=3 --min_nodes=2", "a multiple of 6 devices", "6 nodes pass")
+    assert_names(line, "--nodes=3 --min_nodes=2", "a multiple of 4 devices", "4 nodes pass")
 
 
 def test_restart_refuses_nodes_that_it_cannot_give_and_waits_for_others(tmp_path, monkeypatch):
