@@ -213,7 +213,7 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
 
 
 def _apply_updates(weights: Any, updates: Any, *, like: Any, applies: jax.Array, rounding: Rounding) -> Any:
-    """Returns weights + updates in the dtypes of the weights; the weights themselves if `applies` is False.
+    """Returns weights + updates in the dtypes of the weights, or the weights themselves if `applies` is False.
 
     `like` has the shapes of the weights without padding.
     """

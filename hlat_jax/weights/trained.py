@@ -174,7 +174,7 @@ def _open_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
 
 
 def _padded(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns a leaf whose dims have the sizes that its sharding divides, at least their own."""
+    """Returns a leaf with every dim padded to a size that its sharding divides."""
     if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
         return leaf
     shape = list(leaf.shape)
