@@ -3,6 +3,8 @@
     python -m hlat_jax.train --config=7b --config.data.train='/fsx/redpajama/*.parquet' \
         --config.data.validation=/fsx/slimpajama/validation.parquet --config.data.tokenizer=/fsx/llama2/tokenizer.model
 
+On another number of nodes add --config.train.num_microbatches=-1.
+
 Not yet run on Trainium. HLAT's run ended near a training loss of 1.60. As there, everything is stored in bf16 with
 stochastic rounding; `mixed`, which the paper found equal in quality, fits too. HLAT validated on 500 sequences after
 each 1,000 steps, the same on every rank, and each time on those that follow in the text; here it is one batch of 1,024

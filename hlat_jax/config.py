@@ -371,7 +371,9 @@ class TrainConfig:
         "RUN@STEP: start from this checkpoint of another run, with optimizer and data position.",
         is_path=True,
     )
-    num_microbatches: int = _key(1, "Parts of a batch for gradient accumulation.", least=1)
+    num_microbatches: int = _key(
+        1, "Parts of a batch for gradient accumulation. -1 means parts of one row of each replica.", least=-1
+    )
     accumulate: str = _key(
         "auto",
         "Run microbatches in a loop of one program, or as one program each. auto uses programs on Neuron.",

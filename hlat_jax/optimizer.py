@@ -97,7 +97,9 @@ class MaskedTransformation(optax.GradientTransformationExtraArgs):
     """A transformation with the extra argument `finite`. If it is False, the state is unchanged."""
 
 
-def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalizers: Any = None) -> MaskedTransformation:
+def adamw(
+    config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalizers: Any = None, like: Any = None
+) -> MaskedTransformation:
     """Returns clipping by global norm and AdamW, fused into one pass over the parameters, with Muon for some of them.
 
     With g the gradient times min(1, clip_norm / (grad_norm + 1e-6)), update n of AdamW is
@@ -113,6 +115,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
       decays: tree of bools with the structure of the parameters, True if weight decay applies.
       orthogonalizers: tree with the structure of the parameters, with the function momentum -> update of each parameter
         that Muon updates, see `ops.muon`, and None for AdamW. By default all are None. Muon has no second moment.
+      like: the shapes of the parameters without padding. By default the parameters have none.
 
     The update takes the extra arguments `learning_rate`, `grad_norm` (norm of the same gradients), `finite` (bool
     scalar) and `rounding` (of the moments, by default to nearest). If `finite` is False, the moments are unchanged.
@@ -138,17 +141,19 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
         if config.clip_norm:
             scale = jnp.minimum(1.0, config.clip_norm / (extra["grad_norm"] + 1e-6))
 
-        def decayed(moment, beta, value, *, name):
+        def decayed(moment, beta, value, *, name, shape):
             new = beta * moment.astype(jnp.float32) + (1.0 - beta) * value
-            return jnp.where(finite, rounding.write(new, policy.moment, name=name), moment)
+            return jnp.where(finite, rounding.write(new, policy.moment, name=name, shape=shape), moment)
 
         def moments(path, *of_leaf):
-            grad, mu, nu = of_leaf
+            grad, mu, nu, leaf = of_leaf
             grad = grad.astype(jnp.float32) * scale
             place = jax.tree_util.keystr(path)
             stored = (
-                decayed(mu, config.muon_beta if nu is None else config.beta1, grad, name="mu" + place),
-                nu if nu is None else decayed(nu, config.beta2, jnp.square(grad), name="nu" + place),
+                decayed(
+                    mu, config.muon_beta if nu is None else config.beta1, grad, name="mu" + place, shape=leaf.shape
+                ),
+                nu if nu is None else decayed(nu, config.beta2, jnp.square(grad), name="nu" + place, shape=leaf.shape),
             )
             # otherwise XLA on CPU fuses the old moments into the weight update, and copies them for that
             return jax.lax.optimization_barrier(stored)
@@ -172,7 +177,9 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
                 direction = direction + config.weight_decay * param.astype(jnp.float32)
             return -rate * direction
 
-        pairs = jax.tree_util.tree_map_with_path(moments, grads, state["mu"], state["nu"])
+        pairs = jax.tree_util.tree_map_with_path(
+            moments, grads, state["mu"], state["nu"], grads if like is None else like
+        )
         mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], grads, pairs) for i in (0, 1))
         updates = jax.tree.map(step, mu, nu, params, decays, grads, orthogonalizers)
         return updates, {"count": count, "mu": mu, "nu": nu}

@@ -102,14 +102,16 @@ class Rounding:
             return self
         return Rounding((*self.words, *(jnp.asarray(word).astype(jnp.uint32) for word in words)))
 
-    def write(self, value: jax.Array, dtype: Any, *, name: str) -> jax.Array:
+    def write(self, value: jax.Array, dtype: Any, *, name: str, shape: tuple[int, ...] | None = None) -> jax.Array:
         """Returns `value`, of any float dtype, rounded to `dtype`. Every stored value is rounded here.
 
         With words, it must have the shape of the global array. Arrays of the same name and shape get the same bits.
+        `shape` is the shape without padding, by default the shape of `value`. The bits do not depend on the padding.
         """
         if self.words is None or jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
             return value.astype(dtype)
-        return stochastic_round(value.astype(jnp.float32), dtype, bits=random_bits(self.words, name, value.shape))
+        bits = random_bits(self.words, name, shape or value.shape, padded=value.shape)
+        return stochastic_round(value.astype(jnp.float32), dtype, bits=bits)
 
     def add(self, sums: Any, terms: Any) -> Any:
         """Returns sums + terms in the dtypes of `sums`, rounded once. For trees of gradients."""
@@ -179,28 +181,33 @@ def remainder(index: jax.Array, divisor: int) -> jax.Array:
     return jnp.where(rest >= divisor, rest - divisor, rest)
 
 
-def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(
+    words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...], *, padded: tuple[int, ...] | None = None
+) -> jax.Array:
     """Returns uint32 random bits, a hash of the words, a name and each element's 64-bit index.
 
-    Words may be arrays, which are broadcast against the shape.
+    Words may be arrays, which are broadcast against the shape. The bits have the shape `padded`, by default `shape`.
+    Bits of elements within `shape` do not depend on `padded`.
     """
+    padded = padded or shape
     key = jnp.uint32(zlib.crc32(name.encode()))
     for word in words:
         key = _mix_bits(key ^ _mix_bits(word))
     split = next(dim for dim in range(len(shape) + 1) if math.prod(shape[dim:]) <= _WORD)
-    high = _mix_bits(_index(shape[:split] + (1,) * (len(shape) - split)) + key)
-    low = _index((1,) * split + shape[split:])
+    ones = (1,) * len(shape)
+    high = _mix_bits(_index(shape[:split] + ones[split:], padded[:split] + ones[split:]) + key)
+    low = _index(ones[:split] + shape[split:], ones[:split] + padded[split:])
     # two rounds with different keys: one would give every array the same values in another order
     return _mix_bits(_mix_bits(low ^ high) + _mix_bits(high ^ jnp.uint32(0x9E3779B9)))
 
 
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the row-major index of each element; at most 2^32 elements."""
-    index = jnp.zeros(shape, jnp.uint32)
-    for dim, size in enumerate(shape):
+def _index(shape: tuple[int, ...], padded: tuple[int, ...]) -> jax.Array:
+    """Returns the index of each element of `padded` in row-major order over `shape`, which has at most 2^32."""
+    index = jnp.zeros(padded, jnp.uint32)
+    for dim, size in enumerate(padded):
         if size > 1:
             stride = jnp.uint32(math.prod(shape[dim + 1 :]))
-            index = index + stride * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+            index = index + stride * jax.lax.broadcasted_iota(jnp.uint32, padded, dim)
     return index
 
 

@@ -30,7 +30,7 @@ from hlat_jax.parallel.digests import make_digest
 from hlat_jax.parallel.host_arrays import place_constant, place_values
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.rows import shard_batch, shard_microbatches
+from hlat_jax.parallel.rows import num_microbatches, pad_rows, replica_rows, shard_batch, shard_microbatches
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes import naming
 from hlat_jax.passes.autocast_pass import autocast
@@ -54,6 +54,7 @@ class RunProgram:
       choices: key of ModelConfig -> the chosen implementation, and why the others do not run.
       model: `config.model` with every `auto` replaced by its choice.
       accumulate: `config.train.accumulate` with `auto` replaced by its choice.
+      num_microbatches: `config.train.num_microbatches` with -1 replaced by the rows of a replica.
       training: init and step for given parameters.
       init: jitted function of a uint32 seed -> state before the first step, with weights drawn from the seed's rbg key.
       eval_step: jitted function (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
@@ -66,6 +67,7 @@ class RunProgram:
     choices: Mapping[str, Choice]
     model: ModelConfig
     accumulate: str
+    num_microbatches: int
     training: TrainStep
     init: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
@@ -91,8 +93,9 @@ class RunProgram:
 
     def shard(self, batch: Batch) -> Batch | Iterator[Batch]:
         """Returns this process's rows as `run_step` takes them, the batch on devices, or its microbatches in turn."""
+        batch = pad_rows(batch, self.layout, num_rows=self.config.data.batch_size)
         if self.accumulate == "programs":
-            return shard_microbatches(batch, self.layout, num_microbatches=self.config.train.num_microbatches)
+            return shard_microbatches(batch, self.layout, num_microbatches=self.num_microbatches)
         return shard_batch(batch, self.layout)
 
     @property
@@ -104,7 +107,8 @@ class RunProgram:
     def step_arguments(self) -> tuple[Any, Any, Any]:
         """The shapes, dtypes and shardings of (state, batch, learning rate). Nothing is allocated."""
         data = self.config.data
-        batch = abstract_batch(data.batch_size, data.seq_len, with_segments=data.packing == "documents")
+        num_rows = self.layout.row_degree * replica_rows(data.batch_size, self.layout)
+        batch = abstract_batch(num_rows, data.seq_len, with_segments=data.packing == "documents")
         return self.training.arguments(abstract_params(self.config.model, layout=self.layout), batch)
 
     @property
@@ -121,10 +125,8 @@ class RunProgram:
     def microbatch_arguments(self) -> dict[str, tuple]:
         """Name of a program of `training.microbatch_step` -> shapes, dtypes and shardings of its arguments."""
         state, batch, learning_rate = self.step_arguments
-        step, num_microbatches = self.microbatch_step, self.config.train.num_microbatches
-        part = jax.tree.map(
-            lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch
-        )
+        step, num = self.microbatch_step, self.num_microbatches
+        part = jax.tree.map(lambda field: field.update(shape=(field.shape[0] // num, *field.shape[1:])), batch)
         inputs = step.inputs(state, num_microbatches=jax.ShapeDtypeStruct((), jnp.int32))
         buffer = step.abstract_buffer(inputs, part)
         ticks = dict.fromkeys(step.ticks, (buffer, inputs, part))
@@ -134,7 +136,7 @@ class RunProgram:
     def num_eval_parts(self) -> int:
         """Number of parts of a batch for `eval_step`: its microbatches if these are dispatched, without stages."""
         is_split = self.accumulate == "programs" and self.layout.size(("pipe",)) == 1
-        return self.config.train.num_microbatches if is_split else 1
+        return self.num_microbatches if is_split else 1
 
     def trace_eval_step(self) -> Any:
         """Returns the trace of `eval_step` for one of `num_eval_parts` of a batch."""
@@ -199,22 +201,28 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     train, spikes = config.train, None
     if train.spikes != "off":
         spikes = SpikePolicy(skips=train.spikes == "skip", sigmas=train.spike_sigmas, window=train.spike_window)
+    replica_sync = ReplicaSync(layout, param_axes(config.model))
     options = StepOptions(
         policy=policy,
-        num_microbatches=train.num_microbatches,
+        num_microbatches=num_microbatches(config, layout),
         spikes=spikes,
         accumulate=run_pipeline if layout.size(("pipe",)) > 1 else None,
-        replica_sync=ReplicaSync(layout, param_axes(config.model)),
+        replica_sync=replica_sync,
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     orthogonalizers = None
     if config.optimizer.name == "muon":
-        numerics = {"config": config.optimizer, "dtype": policy.products, "unroll": model.layer_loop == "unroll"}
+        numerics = {
+            "width": config.model.embed_dim,
+            "config": config.optimizer,
+            "dtype": policy.products,
+            "unroll": model.layer_loop == "unroll",
+        }
         orthogonalizers = muon.orthogonalizers(param_axes(config.model), layout, **numerics)
     decays = decay_mask(params, config.optimizer.decay)
     training = training_program(
         loss(z_loss_weight=train.z_loss_weight),
-        adamw(config.optimizer, policy=policy, decays=decays, orthogonalizers=orthogonalizers),
+        adamw(config.optimizer, policy=policy, decays=decays, orthogonalizers=orthogonalizers, like=params),
         simulate=SIMULATED[precision.simulate],
         options=options,
         params=params,
@@ -225,11 +233,12 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         choices=chosen,
         model=model,
         accumulate=select("accumulate", train.accumulate, layout.platform),
+        num_microbatches=options.num_microbatches,
         training=training,
         init=_init(config, layout, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),
         norms=_state_norms(layout, training),
-        digest=jax.jit(make_digest(layout.mesh, training.shardings)),
+        digest=jax.jit(make_digest(layout.mesh, training.shardings, shapes=replica_sync.unpadded_shapes)),
     )
 
 

@@ -272,6 +272,10 @@ def check_training(c: Config) -> None:
             f"data.seq_len={d.seq_len} exceeds model.max_positions={c.model.max_positions}. "
             "Lower data.seq_len, or raise model.max_positions."
         )
+    if not t.num_microbatches:
+        raise ValueError(
+            "train.num_microbatches=0 must be positive, or -1 for microbatches of one row of each replica."
+        )
     if d.batch_size % t.num_microbatches:
         divisors = [n for n in range(1, d.batch_size + 1) if d.batch_size % n == 0]
         raise ValueError(

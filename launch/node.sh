@@ -96,9 +96,10 @@ slurm_address() { # node: its address, or its name where Slurm has none
 from_slurm() {
   local nodes count
   command -v scontrol > /dev/null || fail "SLURM_JOB_NODELIST is set, but scontrol, which reads it, is not installed."
-  nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot read SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST."
+  local list=${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST} # a step may have fewer nodes than the job
+  nodes=$(scontrol show hostnames "$list") || fail "scontrol cannot read SLURM_JOB_NODELIST=$list."
   count=$(wc -l <<< "$nodes")
-  num_nodes=${SLURM_NNODES:-$count}
+  num_nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-$count}}
   check_number SLURM_NNODES "$num_nodes" 1
   ((num_nodes == count)) || fail "SLURM_NNODES=$num_nodes, but SLURM_JOB_NODELIST names $count nodes."
   node=${SLURM_NODEID:-}

@@ -3,6 +3,8 @@
 #
 #   launch/restart.sh [--max_restarts=10] [--wait_s=10] [--stale_s=600] [--requeue=JOB] [--requeued=N] \
 #     srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
+#   launch/restart.sh --min_nodes=60 [--list_nodes=COMMAND] [--grow_s=600] \
+#     srun --nodes=@NODES@ --nodelist=@NODELIST@ launch/node.sh --config=7b --config.train.num_microbatches=-1 ...
 #
 # A failure is any exit code but 0, 2 and 130; with 2 the command, the config or the data is wrong, and a restart would
 # fail again; 130 follows SIGINT. The limit is on restarts in a row without a new checkpoint in the --workdir of the
@@ -15,11 +17,20 @@
 # With --requeue=JOB, SIGUSR1 also puts that Slurm job back into the queue, unless the code is 0, 2 or 130: the limit of
 # the job is near. --requeued=N says how often the job has started again (SLURM_RESTART_COUNT), which the limit counts.
 #
+# With --min_nodes=N each start takes the nodes that are there, and at least N. --list_nodes=COMMAND prints them, one on
+# each line. By default they are the nodes of the Slurm job that respond. In the command, @NODES@ becomes the number of
+# nodes that the run can use, and @NODELIST@ their names, joined by commas. `python -m hlat_jax.plan nodes` finds this
+# number by --config and --instance. Only this search uses --instance=TYPE and --cores=N before the command. If the
+# command has --config.train.num_microbatches=-1, any number of replicas trains on the same batches. Every --grow_s
+# seconds (600, 0 means never) the script looks for more nodes. If the run can use more, the command gets SIGUSR1, saves
+# and ends, and starts again on them. PYTHON names the interpreter, by default `python`.
+#
 # The command replaces alive.json in its --workdir each second. Where it did and then does not for --stale_s seconds, it
 # is frozen and cannot end by itself: its process group is ended, which counts as exit code 124; with 0 it never is.
 set -uo pipefail
 
-max_restarts=10 wait_s=10 stale_s=600 requeue="" requeued=0
+max_restarts=10 wait_s=10 stale_s=600 requeue="" requeued=0 min_nodes=0 list_nodes="" grow_s=600
+plan_words=()
 while (($# > 0)); do
   case $1 in
     --max_restarts=*) max_restarts=${1#*=} ;;
@@ -27,6 +38,10 @@ while (($# > 0)); do
     --stale_s=*) stale_s=${1#*=} ;;
     --requeue=*) requeue=${1#*=} ;;
     --requeued=*) requeued=${1#*=} ;;
+    --min_nodes=*) min_nodes=${1#*=} ;;
+    --list_nodes=*) list_nodes=${1#*=} ;;
+    --grow_s=*) grow_s=${1#*=} ;;
+    --instance=* | --cores=*) plan_words+=("$1") ;;
     *) break ;;
   esac
   shift
@@ -36,7 +51,8 @@ fail() {
   echo "error: $*" >&2
   exit 2
 }
-for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s" "--stale_s=$stale_s" "--requeued=$requeued"; do
+for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s" "--stale_s=$stale_s" "--requeued=$requeued" \
+  "--min_nodes=$min_nodes" "--grow_s=$grow_s"; do
   [[ ${pair#*=} =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$pair must be a whole number."
 done
 workdir=""
@@ -46,6 +62,54 @@ done
 [[ -n $workdir ]] || fail "--workdir=DIR is missing in the command. Give a folder that all nodes share."
 [[ ! $workdir =~ ^file://(localhost)?(/.*)$ ]] || workdir=${BASH_REMATCH[2]}
 [[ ! $workdir =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "--workdir=$workdir is a URL. Give a folder that all nodes share."
+
+previous=""
+for word in "$@"; do
+  if [[ $word =~ ^--(config([.=]|$)|instance=|cores=) || ($previous =~ ^--config(\.[^=]*)?$ && $word != --*) ]]; then
+    plan_words+=("$word")
+  fi
+  previous=$word
+done
+if ((min_nodes > 0)); then
+  [[ " $* " == *@NODES@* ]] || fail "--min_nodes=$min_nodes needs @NODES@ in the command, such as srun --nodes=@NODES@."
+  [[ -n $list_nodes || -n ${SLURM_JOB_NODELIST:-} ]] || fail "--min_nodes=$min_nodes needs --list_nodes=COMMAND outside Slurm."
+fi
+
+nodes_there() { # prints the nodes that can be used now, a name a line
+  if [[ -n $list_nodes ]]; then
+    bash -c "$list_nodes"
+  else # a state ends in * where the node does not respond
+    sinfo --noheader --Node "--nodes=$SLURM_JOB_NODELIST" --format="%N %T" |
+      awk '$2 ~ /^(allocated|mixed|idle|completing)$/ && !seen[$1]++ { print $1 }'
+  fi
+}
+
+# Fills `there` with the nodes that are there, and `num_nodes` with how many of them the run uses. The code is 2 if the
+# degrees allow no such number, and 1 if too few nodes are there.
+count_nodes() {
+  mapfile -t there < <(nodes_there)
+  if ((${#there[@]} < min_nodes)); then
+    echo "error: ${#there[@]} nodes are there, fewer than --min_nodes=$min_nodes." >&2
+    return 1
+  fi
+  num_nodes=$("${PYTHON:-python}" -m hlat_jax.plan nodes "${plan_words[@]}" "--nodes=${#there[@]}" "--min_nodes=$min_nodes")
+}
+
+# Ends the command, and exits with 10, when the run can use more nodes than now.
+end_when_more() { # pid of the command
+  local now=$num_nodes
+  trap 'kill "$!" 2> /dev/null; exit 0' TERM
+  while true; do
+    sleep "$grow_s" > /dev/null 2>&1 & # a reader of this script's output must not wait for it
+    wait "$!"
+    if count_nodes 2> /dev/null && ((num_nodes > now)); then
+      trap "" TERM # from here on the caller waits for this
+      echo "$num_nodes nodes can be used, and $now are: the command saves and starts again." >&2
+      kill -USR1 "$1" 2> /dev/null
+      exit 10
+    fi
+  done
+}
 
 newest_checkpoint() { # prints its step; unfinished checkpoints have other names
   local path step=0
@@ -142,11 +206,30 @@ else
 fi
 while true; do
   before=$(stat --format="%i %y" "$workdir/alive.json" 2> /dev/null)
+  command=("$@")
+  if ((min_nodes > 0)); then
+    count_nodes
+    code=$?
+    [[ -z $stopped ]] || end 143
+    ((code != 2)) || exit 2
+    if ((code == 0)); then
+      names=$(IFS=,; echo "${there[*]:0:num_nodes}")
+      command=("${command[@]//@NODES@/$num_nodes}")
+      command=("${command[@]//@NODELIST@/$names}")
+      echo "nodes            $num_nodes of ${#there[@]} that are there" >&2
+    else
+      command=(false)
+    fi
+  fi
   set -m # a process group of its own
-  "$@" < /dev/null &
+  "${command[@]}" < /dev/null &
   child=$!
   set +m
-  watch=""
+  watch="" grow=""
+  if ((min_nodes > 0 && grow_s > 0 && code == 0)); then
+    end_when_more "$child" &
+    grow=$!
+  fi
   if ((stale_s > 0)); then
     end_when_frozen "$child" "$before" &
     watch=$!
@@ -163,7 +246,16 @@ while true; do
     wait "$watch"
     (($? != 124)) || code=124
   fi
+  has_grown=false
+  if [[ -n $grow ]]; then
+    kill -TERM "$grow" 2> /dev/null
+    wait "$grow"
+    (($? != 10)) || has_grown=true
+  fi
   [[ -z $stopped ]] || end "$code"
+  if $has_grown && ((code != 2 && code != 130)); then
+    continue # a run that was complete says so
+  fi
   is_failure "$code" || exit "$code"
   if ! count_restart; then
     echo "error: exit code $code after $restarts restarts without a new checkpoint after step $step, so it stops." >&2

@@ -29,6 +29,7 @@ COMMANDS = (
     "hf average",
     "plan",
     "plan choices",
+    "plan nodes",
     "neuron lint",
     "neuron ladder",
     "neuron hlo",

@@ -16,6 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate.tasks import Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.parallel.rows import num_microbatches, replica_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
 
@@ -59,7 +60,7 @@ class TasksInTraining:
         self.status.share, self.status.text = 0.0, "preparing the questions"
         if self._model is None:
             c, layout = self._config, self._layout
-            rows = max(c.data.batch_size // c.train.num_microbatches // layout.row_degree, 1)
+            rows = replica_rows(c.data.batch_size, layout) // num_microbatches(c, layout)
             trained = TrainedModel(
                 c.model, params, layout, self._tokenizer, pathlib.Path(), "", begins_with_bos=c.data.prepend_bos
             )

@@ -72,7 +72,7 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     degrees = programs.layout_for_neuron(config, num_devices, target=target).degrees
     num_stages, num_layers = degrees["pipe"], config.model.num_layers
     rows = _rows(config, num_devices)
-    last = config.data.batch_size // (num_devices // _replica_size(degrees) * rows)  # microbatches
+    last = -(-config.data.batch_size // (num_devices // _replica_size(degrees) * rows))  # microbatches
     sizes = [(1, 1, 1, 1), (1, 1, 1, rows)]  # layers, stages, microbatches, rows of one
     sizes += [(layers, 1, 1, rows) for layers in _powers(2, num_layers // num_stages)]
     sizes += [(layers, num_stages, 1, rows) for layers in (num_stages, num_layers)]
@@ -233,6 +233,8 @@ def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str, level
 
 def _rows(config: Config, num_devices: int) -> int:
     """Returns the rows of a microbatch of one replica: the recipe's, or fewer if the devices are too many for those."""
+    if config.train.num_microbatches == -1:
+        return 1
     recipe = programs.num_devices(config)
 
     def batches(count: int) -> int:

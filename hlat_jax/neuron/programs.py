@@ -41,7 +41,7 @@ def num_devices(config: Config, *, target: str = "") -> int:
     pipe, data, fsdp, context, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
     is_free = -1 in (pipe, data, fsdp, context, tensor)
     inner = max(pipe, 1) * max(context, 1) * (config.model.num_heads if tensor == -1 else tensor)
-    rows = config.data.batch_size // config.train.num_microbatches
+    rows = config.data.batch_size // max(1, config.train.num_microbatches)
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:
         return most

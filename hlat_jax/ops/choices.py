@@ -14,6 +14,7 @@ from hlat_jax.ops import attention, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.nki.chips import exclusions, preferences
 from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.rows import num_microbatches, replica_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import PlannedDevice
 from hlat_jax.precision import POLICIES
@@ -24,7 +25,7 @@ _KERNELS = ("cudnn", "triton", "nki")  # of attention
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
     """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device."""
     model, degrees = config.model, layout.degrees
-    rows = config.data.batch_size // (layout.row_degree * config.train.num_microbatches)
+    rows = replica_rows(config.data.batch_size, layout) // num_microbatches(config, layout)
     seq_len = config.data.seq_len // degrees["context"]
     dtype = POLICIES[config.precision.policy].compute
     q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim

@@ -32,7 +32,9 @@ def is_hidden(axes: tuple[str, ...]) -> bool:
     return axes[0] == "layers" and bool(others) and any(axis in _WIDTHS for axis in axes)
 
 
-def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig, dtype: Any, unroll: bool) -> Any:
+def orthogonalizers(
+    param_axes: Any, layout: Layout, *, width: int, config: OptimizerConfig, dtype: Any, unroll: bool
+) -> Any:
     """Returns for each parameter the function momentum -> update, or None if it has no hidden matrices.
 
     The update of a matrix [m, n] is 0.2 sqrt(max(m, n)) `orthogonalize`(momentum), roughly the nearest semi-orthogonal
@@ -42,6 +44,7 @@ def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig,
     Args:
       param_axes: logical axes of every parameter.
       layout: the mesh.
+      width: width of the residual stream, without padding.
       config: options of the optimizer, of which eps is used.
       dtype: dtype of the matrix products.
       unroll: whether the program has a copy for each layer instead of a loop.
@@ -50,7 +53,7 @@ def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig,
     def of_param(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array] | None:
         if not is_hidden(axes):
             return None
-        options = {"axes": axes, "layout": layout, "config": config, "dtype": dtype, "unroll": unroll}
+        options = {"axes": axes, "layout": layout, "width": width, "config": config, "dtype": dtype, "unroll": unroll}
         local = functools.partial(_orthogonalized, **options)
         if layout.mesh.size == 1:
             return local
@@ -71,7 +74,14 @@ def _orthogonalized(stack: jax.Array, *, axes: tuple[str, ...], **options: Any) 
 
 
 def _of_matrices(
-    stack: jax.Array, *, axes: tuple[str, ...], layout: Layout, config: OptimizerConfig, dtype: Any, unroll: bool
+    stack: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    layout: Layout,
+    width: int,
+    config: OptimizerConfig,
+    dtype: Any,
+    unroll: bool,
 ) -> jax.Array:
     """Returns the updates of one matrix a layer, [L, D, ...] or [L, ..., D], of which D is the residual stream.
 
@@ -101,6 +111,9 @@ def _of_matrices(
         x = x.astype(dtype)
         for mesh_axes, dim in splits:
             x = collectives.all_gather(x, mesh_axes, dim)
+        padded = x.shape
+        if x.shape[splits[0][1]] > width:
+            x = jax.lax.slice_in_dim(x, 0, width, axis=splits[0][1])
         scale = 0.2 * math.sqrt(max(x.shape[1:]))  # elements of about 0.2
         if num_devices == 1:
             return scale * orthogonalize(x, eps=config.eps).astype(jnp.float32)
@@ -108,6 +121,8 @@ def _of_matrices(
         own = jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index, num_at_once - 1), 1)
         is_own = (jnp.arange(num_at_once) == index)[:, None, None]  # of devices beyond their number, none
         x = jnp.where(is_own, orthogonalize(own, eps=config.eps), 0)
+        if x.shape != padded:
+            x = jnp.pad(x, [(0, size - kept) for size, kept in zip(padded, x.shape, strict=True)])
         for mesh_axes, dim in reversed(splits):
             x = collectives.reduce_scatter(x, mesh_axes, dim)
         return scale * collectives.psum(x, replicas).astype(jnp.float32)

@@ -122,13 +122,19 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
     if layout.sequence_parallel or layout.wide(CONTEXT):
         _check_seq_len(config.data.seq_len, layout)
     rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
-    parts = layout.row_degree * num_microbatches
+    if num_microbatches == -1 and rows < layout.row_degree:
+        raise ValueError(
+            f"data.batch_size={rows} has fewer rows than {count_text(layout.row_degree, 'data-parallel part')}. Lower "
+            "parallel.data or parallel.fsdp, or raise data.batch_size."
+        )
+    parts = 1 if num_microbatches == -1 else layout.row_degree * num_microbatches
     if rows % parts:
         per_part, is_rest = divmod(rows, layout.row_degree)
         raise ValueError(
             f"data.batch_size={rows} does not divide into {count_text(layout.row_degree, 'data-parallel part')} x "
             f"train.num_microbatches={num_microbatches}. Make data.batch_size a multiple of {parts}"
-            + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
+            + ("" if is_rest else f", or train.num_microbatches a divisor of {per_part}")
+            + (", or set train.num_microbatches=-1, which pads." if per_part else ".")
         )
     if server:
         _check_groups(parallel, model=config.model, server=server)
@@ -188,6 +194,16 @@ def are_degrees_valid(config: Config, num_devices: int, *, server: Server | None
     except ValueError:
         return False
     return True
+
+
+def nearest_nodes(config: Config, num_nodes: int, *, node_devices: int, server: Server | None) -> list[int]:
+    """Returns the next number of nodes below `num_nodes`, and the next above it, on which `check_degrees` passes.
+
+    Above, it looks up to four times as many nodes, and 8 more.
+    """
+    sides = range(num_nodes - 1, 0, -1), range(num_nodes + 1, 4 * num_nodes + 9)
+    found = ((n for n in side if are_degrees_valid(config, n * node_devices, server=server)) for side in sides)
+    return [count for count in (next(side, 0) for side in found) if count]
 
 
 def nearest_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> dict[str, int] | None:
@@ -250,7 +266,9 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
     if not model.fuse_qkv:
         sizes["kv_embed"] = sizes["embed"]
     for axis, (path, size) in sizes.items():
-        _check_divisor(path, size, layout, layout.state_rules[axis])
+        is_padded = layout.wide(layout.param_rules[axis]) != layout.wide(layout.state_rules[axis])
+        if not is_padded or layout.wide(layout.param_rules[axis]):
+            _check_divisor(path, size, layout, layout.state_rules[axis])
 
 
 def _check_seq_len(seq_len: int, layout: Layout) -> None:
@@ -275,4 +293,8 @@ def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str
         degrees = layout.degrees
         axes = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in mesh_axes)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
-        raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}. Change one of them.")
+        within = " Or set parallel.zero1=False, so that fsdp alone splits the state."
+        raise ValueError(
+            f"{path}={size} does not divide into the {parts} parts of {named}. Change one of them."
+            + within * ("fsdp" in axes and "data" in axes)
+        )

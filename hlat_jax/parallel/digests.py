@@ -2,14 +2,13 @@
 
 A digest is the sum modulo 2^32 of a hash of each word, a value as an unsigned integer, and its index in the global
 array. For one index the hash is a bijection: a digest changes with every change of one word. A word of zero adds
-nothing, so rows of zeros at the end, such as padding of the vocabulary, change no digest.
+nothing, and an index counts no padding. So padding, of the vocabulary or for ZeRO-1, changes no digest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,40 +19,61 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.host.distributed import exchange
-from hlat_jax.parallel import collectives
 
 # What every device sums besides its arrays: a device or a compiler that does not add integers exactly is found by it.
 PROBE = np.arange(1, 4097, dtype=np.uint32) * np.uint32(2654435761)
 
 
-def make_digest(mesh: Any, shardings: Any) -> Callable[[Any, Any], jax.Array]:
+def make_digest(
+    mesh: Any, shardings: Any, *, shapes: Callable[[Any], Sequence[tuple[int, ...]]] | None = None
+) -> Callable[[Any, Any], jax.Array]:
     """Returns (arrays, PROBE) -> uint32[devices, arrays + 1]: the digests of each device's shards, the probe's last.
 
     Devices are in the order of the mesh. No device sends anything to another.
+
+    Args:
+      mesh: the mesh of the arrays.
+      shardings: tree of the shardings of the arrays.
+      shapes: function from the tree of arrays to the shape of each without padding, by default its own shape. Padding
+        has only zeros.
     """
     specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
 
-    def digest(leaves: list[jax.Array], probe: jax.Array) -> jax.Array:
-        sums = [_shard_sums(mesh, leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        return jnp.stack([*sums, _sum(probe, jax.lax.iota(jnp.uint32, probe.size))])[None]
+    def run(tree: Any, probe: jax.Array) -> jax.Array:
+        leaves = jax.tree.leaves(tree)
+        own_shapes = [leaf.shape for leaf in leaves] if shapes is None else shapes(tree)
 
-    run = jax.shard_map(digest, mesh=mesh, in_specs=(specs, P()), out_specs=P(mesh.axis_names), check_vma=False)
-    return lambda tree, probe: run(jax.tree.leaves(tree), probe)
+        def digest(shards: list[jax.Array], places: dict[str, jax.Array], probe: jax.Array) -> jax.Array:
+            of_shards = zip(shards, specs, own_shapes, strict=True)
+            sums = [_shard_sum(mesh, places, shard, spec, shape) for shard, spec, shape in of_shards]
+            return jnp.stack([*sums, _sum(probe, jax.lax.iota(jnp.uint32, probe.size))])[None]
+
+        # `axis_index` would divide by a number of replicas, see rule KB09 of docs/neuron-lint.md
+        places = {axis: jnp.arange(size, dtype=jnp.uint32) for axis, size in mesh.shape.items() if size > 1}
+        in_specs = specs, {axis: P(axis) for axis in places}, P()
+        of_devices = jax.shard_map(digest, mesh=mesh, in_specs=in_specs, out_specs=P(mesh.axis_names), check_vma=False)
+        return of_devices(leaves, places, probe)
+
+    return run
 
 
-def _shard_sums(mesh: Any, shard: jax.Array, spec: P) -> jax.Array:
-    """Returns the digest, uint32[], of this device's shard of an array."""
+def _shard_sum(mesh: Any, places: dict[str, jax.Array], shard: jax.Array, spec: P, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the digest, uint32[], of this device's shard of an array, with its place along each axis of the mesh.
+
+    `shape` is the shape of the whole array without padding.
+    """
     bits = jax.lax.bitcast_convert_type(shard, f"uint{8 * shard.dtype.itemsize}")
     index, stride = jnp.zeros(shard.shape, jnp.uint32), 1
     axes_by_dim = [*spec, *[None] * (shard.ndim - len(spec))]
     for dim in reversed(range(shard.ndim)):
         axes = axes_by_dim[dim] or ()
         axes = axes if isinstance(axes, tuple) else (axes,)
-        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        start = collectives.axis_index(axes).astype(jnp.uint32) * jnp.uint32(shard.shape[dim])
-        place = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dim) + start
+        place, size = jax.lax.broadcasted_iota(jnp.uint32, shard.shape, dim), shard.shape[dim]
+        for axis in reversed([axis for axis in axes if axis in places]):
+            place = place + places[axis].reshape(()) * jnp.uint32(size)
+            size *= mesh.shape[axis]
         index = index + place * jnp.uint32(stride % (1 << 32))
-        stride *= shard.shape[dim] * math.prod(mesh.shape[axis] for axis in axes)
+        stride *= shape[dim]
     return _sum(bits.astype(jnp.uint32), index)
 
 

@@ -149,30 +149,60 @@ class ReplicaSync:
 
         Args:
           state: state {"step", "params", "opt_state"[, "model_state"]} of arrays or shapes. A leaf of the optimizer's
-            state is sharded like a parameter of its shape if its path ends in the parameter's path. Others are
-            replicated.
+            state is sharded like a parameter if its path ends in the parameter's path. It must also have the shape of
+            the parameter's state. Others are replicated.
         """
-        replicated, leaves = self.layout.replicated_sharding(), jax.tree_util.tree_leaves_with_path(state["params"])
-        mirrors = jax.tree.leaves(self._map(self.layout.state_sharding))
-        of_param = {(path, leaf.shape): mirror for (path, leaf), mirror in zip(leaves, mirrors, strict=True)}
-
-        def sharding(path: tuple, leaf: Any) -> NamedSharding:
-            ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
-            return next((of_param[end] for end in ends if end in of_param), replicated)
-
-        opt_state = jax.tree_util.tree_map_with_path(sharding, state["opt_state"])
+        replicated, shardings = self.layout.replicated_sharding(), self._map(self.layout.state_sharding)
+        opt_state = self._map_opt_state(lambda _, sharding: sharding or replicated, state, shardings)
         others = jax.tree.map(lambda _: replicated, state)
         return others | {"params": self._map(self.layout.param_sharding), "opt_state": opt_state}
 
+    def unpadded_shapes(self, state: Any) -> list[tuple[int, ...]]:
+        """Returns the shape of every leaf of a program's state without the padding of `pad_like_state`."""
+        opt_state = self._map_opt_state(lambda leaf, param: leaf if param is None else param, state, state["params"])
+        return [leaf.shape for leaf in jax.tree.leaves(state | {"opt_state": opt_state})]
+
     def shard_like_state(self, params: Any) -> Any:
         """Returns parameters sharded like the optimizer's state, with ZeRO-1 a part on every replica."""
-        return jax.lax.with_sharding_constraint(params, self._map(self.layout.state_sharding))
+        return jax.lax.with_sharding_constraint(self.pad_like_state(params), self._map(self.layout.state_sharding))
 
-    def all_gather_params(self, params: Any) -> Any:
-        """Returns parameters as the forward pass reads them, by the all-gather of ZeRO-1 after `shard_like_state`."""
+    def pad_like_state(self, params: Any) -> Any:
+        """Returns parameters with zeros in the dims that the replicas do not divide, see `Layout.state_shape`."""
+
+        def pad(axes: tuple[str, ...], leaf: jax.Array) -> jax.Array:
+            shape = self.layout.state_shape(leaf.shape, axes)
+            if shape == leaf.shape:
+                return leaf
+            dim, split = self.layout.state_split(axes)
+            size = shape[dim] // self.layout.size(split)
+
+            def own_part(whole: jax.Array, start: jax.Array) -> jax.Array:  # a partitioner would exchange borders
+                padded = _pad_dim(whole, dim, shape[dim])
+                return jax.lax.dynamic_slice_in_dim(padded, start.reshape(()), size, dim)
+
+            # `axis_index` would divide by a number of replicas, see rule KB09 of docs/neuron-lint.md
+            starts = jnp.arange(0, shape[dim], size, dtype=jnp.int32)
+            in_specs = spec(axes, self.layout.param_rules), P(split)
+            return self._shard_map(own_part, in_specs, spec(axes, self.layout.state_rules))(leaf, starts)
+
+        return self._map(pad, params)
+
+    def all_gather_params(self, params: Any, *, like: Any) -> Any:
+        """Returns parameters as the forward pass reads them, by the all-gather of ZeRO-1 after `shard_like_state`.
+
+        Args:
+          params: parameters, on each replica its part.
+          like: parameters without padding, as arrays or shapes.
+        """
+
+        def cut(axes: tuple[str, ...], whole: jax.Array, leaf: Any) -> jax.Array:
+            if self.layout.state_shape(leaf.shape, axes) == leaf.shape:
+                return whole
+            dim, _ = self.layout.state_split(axes)
+            return jax.lax.slice_in_dim(whole, 0, leaf.shape[dim], axis=dim)
 
         def gather(parts: Any) -> Any:
-            return self._all_gather(parts, self.layout.state_split)
+            return self._map(cut, self._all_gather(parts, self.layout.state_split), like)
 
         return self._shard_map(gather, (self._state,), self._params)(params)
 
@@ -217,6 +247,10 @@ class ReplicaSync:
         named = structure.flatten_up_to(self.axes)
         reductions = [self.layout.reduction(axes) for axes in named]
         keys, dims = [key for key, _ in reductions], [dim for _, dim in reductions]
+        for index, ((scattered, _), dim) in enumerate(reductions):
+            parts = self.layout.size(scattered)
+            if parts > 1 and leaves[index].shape[dim] % parts:
+                leaves[index] = _pad_dim(leaves[index], dim, -(-leaves[index].shape[dim] // parts) * parts)
         for indices in buckets.assign_buckets(leaves, keys, bucket_bytes=self.layout.bucket_bytes):
             axes, sums = keys[indices[0]]
             bucket, bucket_dims = [leaves[index] for index in indices], [dims[index] for index in indices]
@@ -246,6 +280,24 @@ class ReplicaSync:
     def _psum_over_rows(self, sums: Any) -> Any:
         return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(TOKENS)), sums)
 
+    def _map_opt_state(self, fn: Callable[[Any, Any], Any], state: Any, of_params: Any) -> Any:
+        """Returns `fn` of every leaf of the optimizer's state and the value in `of_params` of its parameter, or None.
+
+        The parameter of a leaf has a path that ends the leaf's path, and its state has the leaf's shape.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(state["params"])
+        named = jax.tree.structure(state["params"]).flatten_up_to(self.axes)
+        values = {
+            (path, self.layout.state_shape(param.shape, axes)): value
+            for (path, param), axes, value in zip(leaves, named, jax.tree.leaves(of_params), strict=True)
+        }
+
+        def of_leaf(path: tuple, leaf: Any) -> Any:
+            ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
+            return fn(leaf, next((values[end] for end in ends if end in values), None))
+
+        return jax.tree_util.tree_map_with_path(of_leaf, state["opt_state"])
+
     def _map(self, fn: Callable, *trees: Any) -> Any:
         return jax.tree.map(fn, self.axes, *trees, is_leaf=_is_axes)
 
@@ -259,6 +311,11 @@ class ReplicaSync:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _pad_dim(array: jax.Array, dim: int, size: int) -> jax.Array:
+    """Returns the array with zeros after its last element in `dim`, `size` in all."""
+    return jnp.pad(array, [(0, (size - array.shape[dim]) * (index == dim)) for index in range(array.ndim)])
 
 
 def _own(kept: Any) -> Any:

@@ -12,7 +12,38 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch
+from hlat_jax.config import Config
 from hlat_jax.parallel.sharding import CONTEXT, Layout
+
+
+def num_microbatches(config: Config, layout: Layout) -> int:
+    """Returns the number of microbatches of a step. If `train.num_microbatches` is -1, each row of a replica is one."""
+    asked = config.train.num_microbatches
+    return replica_rows(config.data.batch_size, layout) if asked == -1 else asked
+
+
+def replica_rows(num_rows: int, layout: Layout) -> int:
+    """Returns the number of rows that each replica has of a batch, with padding, see `pad_rows`."""
+    return -(-num_rows // layout.row_degree)
+
+
+def pad_rows(batch: Batch, layout: Layout, *, num_rows: int) -> Batch:
+    """Returns this process's rows of a batch of `num_rows`, from `process_rows`, with the same number on each replica.
+
+    If replicas do not divide the batch, some have one row less, and get a last row of zeros. Its targets have weight
+    zero, so that it adds nothing to the loss or to gradients.
+    """
+    if num_rows % layout.row_degree == 0:
+        return batch
+    sizes = [len(_rows_of(part, layout, num_rows)) for part in _parts(layout)]
+    most = replica_rows(num_rows, layout)
+
+    def pad(field: np.ndarray) -> np.ndarray:
+        parts = np.split(field, np.cumsum(sizes)[:-1])
+        more = [(0, 0)] * (field.ndim - 1)
+        return np.concatenate([np.pad(part, [(0, most - len(part)), *more]) for part in parts])
+
+    return jax.tree.map(pad, batch)
 
 
 def shard_batch(batch: Batch, layout: Layout) -> Batch:
@@ -25,7 +56,7 @@ def shard_batch(batch: Batch, layout: Layout) -> Batch:
     def place(rows: np.ndarray) -> jax.Array:
         if degree == 1:
             return jax.make_array_from_process_local_data(sharding, rows)
-        shape = rows.shape[0] * layout.row_degree // _num_parts(layout), rows.shape[1]
+        shape = rows.shape[0] * layout.row_degree // len(_parts(layout)), rows.shape[1]
         return jax.make_array_from_process_local_data(sharding, rows[:, zigzag(rows.shape[1], degree)], shape)
 
     return jax.tree.map(place, batch)
@@ -60,7 +91,7 @@ def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -
 
     On each device they have the same rows as in `microbatches`.
     """
-    num_parts = _num_parts(layout)
+    num_parts = len(_parts(layout))
 
     def rows_of(field: np.ndarray, index: int) -> np.ndarray:
         rows = field.reshape(num_parts, -1, *field.shape[1:])[:, index::num_microbatches]
@@ -71,9 +102,8 @@ def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -
 
 
 def process_rows(layout: Layout, num_rows: int) -> list[int]:
-    """Returns the rows of a batch of `num_rows` that this process passes to `shard_batch`, in order."""
-    slices = layout.rows().addressable_devices_indices_map((num_rows,)).values()
-    return sorted({row for (rows,) in slices for row in range(*rows.indices(num_rows))})
+    """Returns the rows of a batch of `num_rows` that this process passes to `pad_rows`, in order."""
+    return [row for part in _parts(layout) for row in _rows_of(part, layout, num_rows)]
 
 
 def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.ndarray:
@@ -92,6 +122,12 @@ def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.nd
     return whole
 
 
-def _num_parts(layout: Layout) -> int:
-    """Returns into how many parts this process's rows are split."""
-    return len({str(part) for part in layout.rows().addressable_devices_indices_map((layout.row_degree,)).values()})
+def _parts(layout: Layout) -> list[int]:
+    """Returns which of the `row_degree` parts of a batch this process has, in order."""
+    slices = layout.rows().addressable_devices_indices_map((layout.row_degree,)).values()
+    return sorted({part for (parts,) in slices for part in range(*parts.indices(layout.row_degree))})
+
+
+def _rows_of(part: int, layout: Layout, num_rows: int) -> range:
+    """Returns the rows of a part of a batch. Parts differ by at most one row."""
+    return range(part * num_rows // layout.row_degree, (part + 1) * num_rows // layout.row_degree)

@@ -106,6 +106,14 @@ class Layout:
         parts = self.size(self.param_rules["vocab"])
         return -(-vocab_size // parts) * parts
 
+    def state_shape(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Returns the shape of the state of a parameter, with the dim that replicas split padded to whole parts."""
+        dim, split = self.state_split(axes)
+        if not split:
+            return shape
+        parts = self.size(self.state_rules[axes[dim]])
+        return (*shape[:dim], -(-shape[dim] // parts) * parts, *shape[dim + 1 :])
+
     def state_split(self, axes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
         """Returns the dim and the mesh axes along which the state of a parameter is split and the parameter is not."""
         for dim, axis in enumerate(axes):

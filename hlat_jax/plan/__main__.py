@@ -1,6 +1,7 @@
 """Plans memory, collectives and speed of a run, `python -m hlat_jax.plan --config=NAME --instance=TYPE --nodes=N`.
 
-Needs no accelerator, as the training step is traced for virtual devices. See `plan.ops_command` for `plan choices`.
+Needs no accelerator, as the training step is traced for virtual devices. See `plan.ops_command` for `plan choices`, and
+`plan.nodes_command` for `plan nodes`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.facts import hardware
-from hlat_jax.plan import ops_command
+from hlat_jax.plan import nodes_command, ops_command
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan that the command line asks for, or runs the verb `choices`.
+    """Prints the plan that the command line asks for, or runs the verb `choices` or `nodes`.
 
     Returns the exit code, which is 3 for a plan that does not fit.
     """
     if argv and not argv[0].startswith("-"):
-        flags_lib.choose_verb(argv, ["choices"], usage="Usage: plan choices --config=NAME [flags]")
-        return ops_command.main(argv[1:])
+        verbs = {"choices": ops_command.main, "nodes": nodes_command.main}
+        return verbs[flags_lib.choose_verb(argv, verbs, usage="")](argv[1:])
     if any(word in ("--help", "-h") for word in argv):
-        print("Usage: plan --config=NAME [flags], or plan choices --config=NAME for the implementation of each op.\n")
+        print("Usage: plan --config=NAME [flags], or plan choices --config=NAME for the implementation of each op,")
+        print("or plan nodes --config=NAME --nodes=N for the most nodes, up to N, that the run can use.\n")
     config, values = parse_config(argv, _define)
     hardware.node(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:

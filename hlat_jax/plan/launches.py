@@ -25,7 +25,7 @@ def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
     if program.accumulate == "programs":
         step = program.training.microbatch_step
         traced = {name: functools.partial(program.trace_microbatch_step, name) for name in step.programs}
-        per_step = step.num_dispatches(config.train.num_microbatches) | {"update": 1}
+        per_step = step.num_dispatches(program.num_microbatches) | {"update": 1}
     traced["norms"] = functools.partial(program.norms.trace, program.abstract_state)
     if config.data.validation:
         traced["eval"] = program.trace_eval_step

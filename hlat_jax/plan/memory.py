@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.facts import measured_rates
+from hlat_jax.parallel.rows import replica_rows
 from hlat_jax.parallel.sharding import CONTEXT, TENSOR
 from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
@@ -89,7 +90,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     kept = peak.kept if program.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
     activations = min(kept, peak.total - gradients)
     params = state_bytes(state["params"])
-    rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)
+    rows = replica_rows(config.data.batch_size, layout) // program.num_microbatches
     vocab = layout.vocab_rows(config.model.vocab_size) // layout.size(("pipe", *TENSOR))
     return DeviceBytes(
         params=params,

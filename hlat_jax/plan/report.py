@@ -17,7 +17,8 @@ from hlat_jax.facts import compiler_limits, hardware, measured_rates
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.chips import chip_of
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
-from hlat_jax.parallel.degrees import verdicts
+from hlat_jax.parallel import rows as rows_lib
+from hlat_jax.parallel.degrees import are_degrees_valid, nearest_nodes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -60,12 +61,23 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: the site has several nodes of a single machine, or `degrees.layout_over` raises.
+      ValueError: the site has several nodes of a single machine, or `degrees.layout_over` raises. The message names the
+        nearest numbers of nodes that pass.
     """
     target = hardware.node(site.target)
     if site.nodes > 1 and not target.network:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine. Use --nodes=1.")
-    return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
+    options = {"platform": target.platform, "server": site.server, "chip": site.target}
+    try:
+        return planned_layout(config, site.num_devices, **options)
+    except ValueError as error:
+        near = []
+        if target.network and not are_degrees_valid(config, site.num_devices, server=site.server):
+            near = nearest_nodes(config, site.nodes, node_devices=target.num_devices(), server=site.server)
+        if not near:
+            raise
+        counts = " and ".join(count_text(count, "node") for count in near)
+        raise ValueError(f"{error} With the degrees of the config, {counts} pass.") from None
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
@@ -172,10 +184,12 @@ def _run(program: RunProgram) -> dict[str, Any]:
 
 
 def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
-    num_microbatches, num_stages = config.train.num_microbatches, layout.degrees["pipe"]
+    num_microbatches, num_stages = rows_lib.num_microbatches(config, layout), layout.degrees["pipe"]
+    num_rows = rows_lib.replica_rows(config.data.batch_size, layout)
     return {
         "num_microbatches": num_microbatches,
-        "rows": config.data.batch_size // (layout.row_degree * num_microbatches),
+        "rows": num_rows // num_microbatches,
+        "padding_rows": num_rows * layout.row_degree - config.data.batch_size,
         # a budget is resolved by an estimate here; the run itself measures
         "remat": requested if requested == config.model.remat else f"{requested}, estimated as {config.model.remat}",
         "num_stages": num_stages,
@@ -274,6 +288,8 @@ def as_text(plan: dict[str, Any]) -> str:
     """Returns the whole plan as text."""
     layout, run, schedule, saving = (plan[key] for key in ("layout", "run", "schedule", "saving"))
     m, p, pipeline = schedule["num_microbatches"], schedule["num_stages"], []
+    num_rows = layout["data"] * layout["fsdp"] * m * schedule["rows"]
+    padding = f"{schedule['padding_rows']:,} of {count_text(num_rows, 'sequence')}"
     if p > 1:
         bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
         pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
@@ -288,6 +304,7 @@ def as_text(plan: dict[str, Any]) -> str:
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
         f"{run['flops']:.3g} FLOPs",
         f"microbatches     {m} of {count_text(schedule['rows'], 'sequence')} per device, remat {schedule['remat']}",
+        *([f"padding          {padding} are zeros of weight 0"] if schedule["padding_rows"] else []),
         *pipeline,
         f"programs         {run['programs']} to compile",
         *_attention_lines(plan["attention"]),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.parallel import rows as rows_lib
 from hlat_jax.parallel.degrees import all_degrees, are_degrees_valid
 from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout
 from hlat_jax.plan import roofline
@@ -93,15 +94,15 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
     context = max(1, config.parallel.context)
     for degrees in all_degrees(site.num_devices // context, context=context):
         replicas = degrees["data"] * degrees["fsdp"]
-        if degrees["tensor"] > target.num_devices() or config.data.batch_size % replicas:
+        if degrees["tensor"] > target.num_devices() or config.data.batch_size < replicas:
             continue
-        rows = config.data.batch_size // replicas
+        rows, is_padded = divmod(config.data.batch_size, replicas)
         tree = config.to_dict()
         tree["parallel"] |= degrees | {
             "zero1": degrees["data"] * context > 1,
             "sequence_parallel": degrees["tensor"] > 1,
         }
-        tree["train"]["num_microbatches"] = rows
+        tree["train"]["num_microbatches"] = -1 if is_padded else rows
         tree["model"]["fuse_qkv"] &= degrees["tensor"] <= config.model.num_kv_heads
         try:
             candidate = resolve(tree)
@@ -112,8 +113,9 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
         layout = site_layout(candidate, site)
         program = make_program(candidate, layout)
         state, attention = program.abstract_state, program.choices["attention"].name
-        for num_microbatches, remat in itertools.product((m for m in range(1, rows + 1) if rows % m == 0), REMATS):
-            train = dataclasses.replace(candidate.train, num_microbatches=num_microbatches)
+        schedules = [-1] if is_padded else [m for m in range(1, rows + 1) if rows % m == 0]
+        for num, remat in itertools.product(schedules, REMATS):
+            train = dataclasses.replace(candidate.train, num_microbatches=num)
             model = dataclasses.replace(candidate.model, remat=remat)
             changed = dataclasses.replace(candidate, model=model, train=train)
             yield estimate(changed, layout, target=target, state=state, attention=attention), changed
@@ -138,10 +140,14 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
     `state` is the abstract state under that layout, `attention` the implementation chosen for the target.
     """
     model, policy = config.model, POLICIES[config.precision.policy]
-    pipe, tensor, num_microbatches = layout.degrees["pipe"], layout.degrees["tensor"], config.train.num_microbatches
+    pipe, tensor, num_microbatches = (
+        layout.degrees["pipe"],
+        layout.degrees["tensor"],
+        rows_lib.num_microbatches(config, layout),
+    )
     params, num_bytes = state_bytes(state["params"]), state_bytes(state)
     ticks, num_layers = num_microbatches + pipe - 1, model.num_layers // pipe
-    tokens = config.data.batch_size // (layout.row_degree * num_microbatches) * config.data.seq_len
+    tokens = rows_lib.replica_rows(config.data.batch_size, layout) // num_microbatches * config.data.seq_len
     tokens //= layout.degrees["context"]
     itemsize = jnp.dtype(policy.products).itemsize
     gradients = params // jnp.dtype(policy.param).itemsize * jnp.dtype(policy.accumulate).itemsize

@@ -148,9 +148,8 @@ def compiled_recompute(compilations: Compilations, train_step: Any) -> Recompute
     """Returns what computes a microbatch again: of the step's own programs, or else of one row on each device."""
     program = compilations.program
     if program.accumulate != "programs":
-        config, num_parts = program.config, program.config.data.batch_size // program.layout.row_degree
-        train = dataclasses.replace(config.train, accumulate="programs", num_microbatches=num_parts)
-        program = make_program(dataclasses.replace(config, train=train), program.layout)
+        train = dataclasses.replace(program.config.train, accumulate="programs", num_microbatches=-1)
+        program = make_program(dataclasses.replace(program.config, train=train), program.layout)
         compilations, train_step = Compilations(program, beside=compilations), program.microbatch_step
         parts = {name: compilations.compile(name) for name in ("start", *train_step.ticks)}
         train_step = train_step.with_programs({**train_step.programs, **parts})

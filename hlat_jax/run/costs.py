@@ -56,7 +56,9 @@ def describe(config: Config) -> str:
     is_constant = optimizer.schedule == "constant"
     horizon = "constant rate" if is_constant else f"schedule horizon {optimizer.horizon_steps:,}"
     flops_6n, flops = flops_per_token_6n(model), flops_per_token(model, data.seq_len)
-    microbatches = count_text(train.num_microbatches, "microbatch")
+    microbatches = "microbatches of one row of each replica"
+    if train.num_microbatches != -1:
+        microbatches = count_text(train.num_microbatches, "microbatch")
     texts = {
         "parameters": f"{num_params(model):,}",
         "FLOPs per token": f"{flops_6n:.4g} (6N), {flops:.4g} with attention",

@@ -26,7 +26,7 @@ from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.console import say
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
-from hlat_jax.parallel.rows import process_rows
+from hlat_jax.parallel.rows import pad_rows, process_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
@@ -227,7 +227,11 @@ def compile_run(
     validation = None
     if inputs.held_out:
         evaluate = compilations.compile("eval")
-        validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
+        num_rows, sources = config.data.batch_size, {}
+        for name, held_out in inputs.held_out.items():
+            batches = [pad_rows(batch, layout, num_rows=num_rows) for batch in held_out.batches]
+            sources[name] = dataclasses.replace(held_out, batches=batches)
+        validation = Validation(sources, evaluate, layout, num_parts=program.num_eval_parts)
     train_step = compiled_step(compilations)
     recompute = compiled_recompute(compilations, train_step) if config.train.check_devices_every_steps else None
     run = Run(

@@ -41,7 +41,7 @@ def describe(program: RunProgram) -> None:
     until = f"of a horizon of {config.optimizer.horizon_steps:,}" if has_decay else "at a constant rate after warm-up"
     say("steps", f"{config.train.num_steps:,} {until}")
     if program.accumulate == "programs":
-        say("microbatches", f"{config.train.num_microbatches:,}, each a separate program (train.accumulate)")
+        say("microbatches", f"{program.num_microbatches:,}, each a separate program (train.accumulate)")
     if (simulate := SIMULATED[config.precision.simulate]) is not None:
         rounding = "stochastically" if program.training.options.policy.rounding == "hardware" else "to nearest"
         say("simulator", f"Neuron core, --auto-cast={simulate}, values in bf16 rounded {rounding}")

@@ -38,6 +38,8 @@ def make_init(
         elif signature.has_state:
             raise ValueError("loss_fn takes a model_state. Call init(params, model_state=...) with its first value.")
         weights = cast_tree(params, policy.master or policy.param)
+        if options.active_replica_sync is not None:
+            weights = options.active_replica_sync.pad_like_state(weights)
         opt_state: dict[str, Any] = {"inner": _copy(optimizer.init(weights))}
         if policy.master is not None:
             opt_state["master"] = _copy(weights)

@@ -63,10 +63,12 @@ def make_update(optimizer: optax.GradientTransformation, options: StepOptions) -
         if learning_rate is not None:
             extra["learning_rate"] = learning_rate
         if not masks_itself:
-            value_fn = _value_fn(lambda weights: loss_and_grads(_params_of(weights, options)), means.scale)
+            value_fn = _value_fn(
+                lambda weights: loss_and_grads(_params_of(weights, options, like=state["params"])), means.scale
+            )
             extra |= {"value": means.loss_sum * means.per_token, "grad": means.grads, "value_fn": value_fn}
         updates, inner = update(means.grads, state["opt_state"]["inner"], means.weights, **extra)
-        weights = _apply_updates(means.weights, updates, applies=applies, rounding=rounding)
+        weights = _apply_updates(means.weights, updates, like=state["params"], applies=applies, rounding=rounding)
         if not masks_itself:
             stores = _known_after(applies, weights) if _in_blocks(options) and options.state_in_place else applies
             inner = jax.tree.map(lambda new, old: jnp.where(stores, new, old), inner, state["opt_state"]["inner"])
@@ -164,7 +166,7 @@ def _next_state(
     if scale is not None:
         is_counted = means.aux.count > 0  # else the batch says nothing about the scale
         opt_state["loss_scale"] = loss_scale.choose(is_counted, loss_scale.adjust(scale, means.finite), scale)
-    params = _params_of(weights, options)
+    params = _params_of(weights, options, like=state["params"])
     new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
     if "model_state" in state:
         new_state["model_state"] = jax.tree.map(
@@ -173,10 +175,10 @@ def _next_state(
     return new_state
 
 
-def _params_of(weights: Any, options: StepOptions) -> Any:
-    """Returns the parameters that the forward pass reads, from the weights that the optimizer updates."""
+def _params_of(weights: Any, options: StepOptions, *, like: Any) -> Any:
+    """Returns the parameters that the forward pass reads, of the shapes of `like`, from the optimizer's weights."""
     params, replica_sync = cast_tree(weights, options.policy.param), options.active_replica_sync
-    return params if replica_sync is None else replica_sync.all_gather_params(params)
+    return params if replica_sync is None else replica_sync.all_gather_params(params, like=like)
 
 
 def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[Any], jax.Array]:
@@ -210,15 +212,19 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
     return value_fn
 
 
-def _apply_updates(weights: Any, updates: Any, *, applies: jax.Array, rounding: Rounding) -> Any:
-    """Returns weights + updates in the dtypes of the weights; the weights themselves where `applies` is False."""
+def _apply_updates(weights: Any, updates: Any, *, like: Any, applies: jax.Array, rounding: Rounding) -> Any:
+    """Returns weights + updates in the dtypes of the weights, or the weights themselves if `applies` is False.
+
+    `like` has the shapes of the weights without padding.
+    """
     exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
-    def apply(path, weight, exact):
-        written = rounding.write(exact, weight.dtype, name="weights" + jax.tree_util.keystr(path))
+    def apply(path, *of_leaf):
+        weight, exact, leaf = of_leaf
+        written = rounding.write(exact, weight.dtype, name="weights" + jax.tree_util.keystr(path), shape=leaf.shape)
         return jnp.where(applies, written, weight)
 
-    return jax.tree_util.tree_map_with_path(apply, weights, exact)
+    return jax.tree_util.tree_map_with_path(apply, weights, exact, like)
 
 
 def _known_after(flag: jax.Array, arrays: Any) -> jax.Array:

@@ -35,7 +35,7 @@ def read_parts(
     abstract: jax.ShapeDtypeStruct,
     fill: Callable[[dict[Bounds, np.ndarray]], None],
     *,
-    num_rows: int | None = None,
+    stored_shape: tuple[int, ...] | None = None,
     donatable: bool = False,
 ) -> Any:
     """Returns a jax array if `abstract` has a sharding, else a NumPy array.
@@ -43,7 +43,7 @@ def read_parts(
     Args:
       abstract: the shape, dtype and sharding of the array.
       fill: function that writes the values of the parts that the devices of this process need, each once.
-      num_rows: number of stored rows of the first axis, all by default. Rows beyond them are zeros.
+      stored_shape: shape of what is stored, by default the shape of the array. Elements beyond it are zeros.
       donatable: whether a program can reuse the memory. On CPU this takes a copy, as JAX cannot donate foreign memory.
     """
     shape, sharding = abstract.shape, abstract.sharding
@@ -60,12 +60,14 @@ def read_parts(
         for limits in map(bounds, indices)
     }
     stored = parts
-    if num_rows is not None and num_rows < shape[0]:
+    if stored_shape is not None and any(map(int.__lt__, stored_shape, shape)):
         stored = {}
-        for ((start, stop), *rest), values in parts.items():
-            end = min(max(start, num_rows), stop)
-            values[end - start :] = 0
-            stored |= {((start, end), *rest): values[: end - start]} if end > start else {}
+        for limits, values in parts.items():
+            within = tuple((start, min(stop, size)) for (start, stop), size in zip(limits, stored_shape, strict=True))
+            if within != limits:
+                values.fill(0)
+            if all(start < stop for start, stop in within):
+                stored[within] = values[tuple(slice(stop - start) for start, stop in within)]
     fill(stored)
     if sharding is None:
         return parts[bounds(whole)]
@@ -78,7 +80,8 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
 
     Args:
       spec: TensorStore's spec, with INDEX_CACHE as the cache for the nodes of a database.
-      abstract: the shape, with fewer rows than are stored, or more, which are zeros. Another dtype rounds to nearest.
+      abstract: the shape, dtype and sharding. Each axis may have fewer elements than are stored, or more, which are
+        zeros. Another dtype rounds to nearest.
       donatable: whether a program can reuse the memory, see `read_parts`.
 
     The read needs memory for a few chunks, stored and decoded. An array of one chunk needs three times its size.
@@ -102,7 +105,7 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
         for read in reads:
             read.result()
 
-    return read_parts(abstract, fill, num_rows=stored.shape[0] if stored.shape else None, donatable=donatable)
+    return read_parts(abstract, fill, stored_shape=tuple(stored.shape), donatable=donatable)
 
 
 def _boxes(limits: Bounds, chunk: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:

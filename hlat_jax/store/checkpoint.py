@@ -39,6 +39,7 @@ from hlat_jax.store.checkpoint_checks import (
     not_finite,
     problem_on_disk,
     saved_run,
+    without_padding,
     without_table_rows,
 )
 from hlat_jax.store.config_diff import differences
@@ -355,7 +356,7 @@ def read_checkpoint(
 ) -> Restored:
     """Reads one checkpoint, from `find_saved`. Its window of spikes begins again if it was saved with other shapes.
 
-    The embedding table and the head, and their optimizer state, may have other padding, as layouts pad differently.
+    The embedding table, the head and the optimizer's state may have other padding, as layouts pad differently.
 
     Args:
       folder: the folder of the checkpoint.
@@ -366,7 +367,8 @@ def read_checkpoint(
       ValueError: the checkpoint holds arrays of other shapes or dtypes, which would be cast silently.
     """
     run = saved_run(folder)
-    others = differences(*map(without_table_rows, (run["arrays"], _arrays(abstract_state))))
+    both = map(without_padding, (run["arrays"], _arrays(abstract_state)))
+    others = differences(*map(without_table_rows, both))
     begins_again = any(line.startswith(_WINDOW) for line in others)
     others = [line for line in others if not line.startswith(_WINDOW)]
     if others:

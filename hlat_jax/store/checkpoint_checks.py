@@ -68,6 +68,28 @@ def without_table_rows(arrays: Mapping[str, str]) -> dict[str, str]:
     return {name: re.sub(r"\[\d+", "[V", text) if name.endswith(tables) else text for name, text in arrays.items()}
 
 
+def without_padding(arrays: Mapping[str, str]) -> dict[str, str]:
+    """Returns the text of arrays by path. Arrays of the optimizer's state have the shapes of their parameters.
+
+    If replicas do not divide a dim of a parameter, its state has zeros after the last element.
+    """
+    prefix = "['params']"
+    sizes = {name.removeprefix(prefix): _sizes(text) for name, text in arrays.items() if name.startswith(prefix)}
+    found = dict(arrays)
+    for name, text in arrays.items():
+        ends = (name[start:] for start in range(len(name)) if name.startswith("['opt_state']"))
+        of_param = next((sizes[end] for end in ends if end in sizes), None)
+        stored = _sizes(text)
+        if of_param and len(stored) == len(of_param) and all(map(int.__ge__, stored, of_param)):
+            found[name] = text.partition("[")[0] + str(of_param)
+    return found
+
+
+def _sizes(text: str) -> list[int]:
+    """Returns the shape in the text of an array, `dtype[shape]`."""
+    return json.loads(f"[{text.partition('[')[2]}")
+
+
 def _is_step(name: str) -> bool:
     """Returns whether a folder's name is a step as a save writes it: no padding, no digits of other scripts."""
     return name.isascii() and name.isdecimal() and name == str(int(name))

@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "model.allow_nki_on_trn1",
     "model.layer_loop",  # the layers are the same
     "train.num_steps",
+    "train.num_microbatches",  # as parallel.*: the same sums in another order
     "train.accumulate",  # the same sums, equal but for what the compiler fuses
     "train.compiler_flags",
     "train.init_from",  # read at step 0 alone

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import pathlib
 from collections.abc import Iterable
 from typing import Any, TypedDict
@@ -52,6 +54,7 @@ class HFCheckpoint:
         It reads the layers that this process needs, each once, for any number of its devices.
         """
         [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
+        stored = functools.reduce(operator.getitem, name.split("."), self.arrays())
 
         def fill(parts: dict[Bounds, np.ndarray]) -> None:
             for layer in range(self.model.num_layers if entry.is_stacked else 1):
@@ -64,7 +67,7 @@ class HFCheckpoint:
                     rows = [slice(*limit) for limit in limits[entry.is_stacked :]]
                     bits(part[layer - limits[0][0]] if entry.is_stacked else part)[...] = bits(slab)[tuple(rows)]
 
-        return read_parts(abstract, fill, num_rows=None if entry.is_stacked else entry.shape[0])
+        return read_parts(abstract, fill, stored_shape=stored.shape)
 
 
 class _Index(TypedDict):

@@ -28,7 +28,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.bucket import local_copy
 from hlat_jax.store.checkpoint import find_saved, read_arrays
-from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, without_table_rows
+from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, without_padding, without_table_rows
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import INTEGRITY_FILE, damage
 from hlat_jax.weights.description import Description, describe_checkpoint, describe_hugging_face
@@ -59,7 +59,7 @@ class Weights(Description):
 
         Args:
           shardings: a tree like the parameters, one sharding for all of them, or None for the default device. If they
-            do not divide the rows of the embedding table and the head, rows of zeros are added.
+            do not divide a dim, it is padded with zeros.
           dtype: dtype to which the parameters are rounded on the host, or None for the stored dtype.
         """
         if shardings is None:
@@ -71,8 +71,8 @@ class Weights(Description):
             return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
         leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
-        for name in {"embed", "head"} & leaves.keys():
-            leaves[name] = _pad_rows(leaves[name])
+        for name in leaves:
+            leaves[name] = _padded(leaves[name])
         # the largest first: a read takes host memory besides its result, and then least is in memory already
         order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
         return nest({name: self.read_leaf(name, leaves[name]) for name in order})
@@ -150,7 +150,7 @@ def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
         described = describe_checkpoint(folder, run, step=run["step"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / RUN_ITEM} is damaged ({type(error).__name__}: {str(error)[:200]}).") from None
-    written = run["arrays"]
+    written = without_padding(run["arrays"])
     has_masters = any(name.startswith("['opt_state']['master']") for name in written)
     where = MASTERS if masters and has_masters else PARAMS
     prefix = "".join(f"[{part!r}]" for part in where)
@@ -173,13 +173,16 @@ def _open_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
     return Weights(**vars(described), arrays=checkpoint.arrays(), read_leaf=checkpoint.read_param)
 
 
-def _pad_rows(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns a table with as many rows as its sharding divides, at least its own."""
-    if not isinstance(table.sharding, jax.sharding.NamedSharding):
-        return table
-    [axes, *_] = table.sharding.spec or [()]
-    parts = math.prod(table.sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-    return table.update(shape=(-(-table.shape[0] // parts) * parts, *table.shape[1:]))
+def _padded(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns a leaf with every dim padded to a size that its sharding divides."""
+    if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        return leaf
+    shape = list(leaf.shape)
+    for dim, axes in enumerate(leaf.sharding.spec):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in names)
+        shape[dim] = -(-shape[dim] // parts) * parts
+    return leaf.update(shape=tuple(shape))
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:

@@ -49,7 +49,9 @@ def test_twenty_updates_equal_optax_on_unstacked_matrices(fuse_qkv):
     model = dataclasses.replace(MODEL, fuse_qkv=fuse_qkv)
     config = OptimizerConfig(name="muon", muon_lr_ratio=2.0, clip_norm=0.0)
     layout = make_layout(ParallelConfig(), jax.devices()[:1])
-    functions = muon.orthogonalizers(param_axes(model), layout, config=config, dtype=jnp.float32, unroll=False)
+    functions = muon.orthogonalizers(
+        param_axes(model), layout, width=model.embed_dim, config=config, dtype=jnp.float32, unroll=False
+    )
     params = init_params(model, jax.random.key(0))
     decays = decay_mask(params, config.decay)
     ours = adamw(config, policy=POLICIES["fp32"], decays=decays, orthogonalizers=functions)

@@ -53,6 +53,15 @@ def test_rows_of_zeros_at_the_end_change_no_digest():
     assert digest_of(values, P("a")) == digest_of(padded, P(("a", "b"))) == digest_by_hand(values)
 
 
+def test_zeros_at_the_end_of_any_dim_change_no_digest():
+    values = np.random.default_rng(4).standard_normal((3, 5, 7)).astype(np.float32)
+    padded = np.pad(values, [(0, 1), (0, 3), (0, 1)])
+    array = jax.device_put(padded, NamedSharding(MESH, P("a", ("c", "b"), None)))
+    program = jax.jit(make_digest(MESH, [array.sharding], shapes=lambda _: [values.shape]))
+    digests = gather_digests(program([array], PROBE))
+    assert find_replicas([array], MESH).whole(digests) == [digest_by_hand(values)]
+
+
 def test_a_flipped_bit_or_two_swapped_words_change_a_digest():
     rng = np.random.default_rng(3)
     values = rng.standard_normal(SHAPE).astype(np.float32)

@@ -223,6 +223,20 @@ def test_a_digest_fits_under_another_mesh_and_padding(tmp_path, capsys):
     assert_names(capsys.readouterr().err, "params.embed has another digest", "going back to step 4")
 
 
+@pytest.mark.slow
+def test_replicas_that_divide_nothing_are_checked_and_resume_with_their_digests(tmp_path, capsys):
+    settings = {"train__num_microbatches": -1, "parallel__zero1": True, "train__check_devices_every_steps": 2}
+    for num_devices, num_steps in ((3, 4), (2, 8), (4, 12)):
+        assert train(tmp_path, num_devices=num_devices, train__num_steps=num_steps, **settings) == 0
+    printed = capsys.readouterr()
+    assert_names(printed.out, "resuming from step 4", "resuming from step 8")
+    assert "damaged" not in printed.err
+    assert corruptions(tmp_path / "run") == []
+    spoil(tmp_path / "run", 12, "opt_state.inner.mu.embed")
+    assert train(tmp_path, num_devices=3, train__num_steps=12, **settings) == 0
+    assert_names(capsys.readouterr().err, "opt_state.inner.mu.embed has another digest", "going back to step 8")
+
+
 def test_a_digest_that_is_wrong_once_damages_no_checkpoint(resumed, capsys):
     with changed_once({0}):
         assert resumed() == 0

@@ -37,7 +37,6 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
     text = pathlib.Path(script).read_text()
     asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
     options = dict(word.removeprefix("--").partition("=")[::2] for word in [*asked, *given])
-    assert options["ntasks-per-node"] == "1"
     nodes = int(options["nodes"])
     spool = folder / "slurm_script"
     spool.write_text(text)
@@ -45,6 +44,7 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
         "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": options.get("ntasks-per-node", ""),
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
         "SLURM_SUBMIT_DIR": os.getcwd(),
     }
@@ -76,6 +76,7 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     while words[0].startswith("--"):
         flags.append(words.pop(0))
     assert f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}" in flags  # srun needs it again
+    assert "--ntasks-per-node=1" in flags or os.environ["SLURM_NTASKS_PER_NODE"] == "1"
     with open(folder / "srun.log", "a") as log:
         log.write(shlex.join(words) + "\n")
     nodes = range(int(os.environ["SLURM_NNODES"]))

@@ -253,3 +253,36 @@ def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_
 
 def compiled(folder):
     return {path.name for path in (folder / "jax").iterdir() if path.name.endswith("-cache")}
+
+
+def min_nodes(tmp_path, *flags, nodes="a b c", words=("@NODES@", "@NODELIST@")):
+    """Returns (exit code, what each start was given, stderr) of restart.sh; the second start succeeds."""
+    script = 'echo "$@" >> "$0/given"; [ "$(wc -l < "$0/given")" -ge 2 ]'
+    (tmp_path / "given").unlink(missing_ok=True)
+    command = ["bash", "-c", script, tmp_path, *words, "--config=tiny", "--config.data.batch_size=8", *flags]
+    own = ["--min_nodes=2", f"--list_nodes=printf '%s\\n' {nodes}", "--instance=cpu", "--max_restarts=1"]
+    done = restart(*own, *command, f"--workdir={tmp_path}")
+    given = (
+        [line.split()[:2] for line in (tmp_path / "given").read_text().splitlines()] if "nodes  " in done.stderr else []
+    )
+    return done.returncode, given, done.stderr
+
+
+@pytest.mark.slow
+def test_restart_gives_a_command_the_nodes_that_the_degrees_allow(tmp_path):
+    follows = "--config.train.num_microbatches=-1"
+    assert min_nodes(tmp_path, follows)[:2] == (0, [["3", "a,b,c"]] * 2)
+    assert min_nodes(tmp_path, follows, "--config.parallel.tensor=2")[:2] == (0, [["2", "a,b"]] * 2)
+    code, starts, said = min_nodes(tmp_path, follows, "--config.parallel.tensor=2", "--config.parallel.pipe=2")
+    assert (code, starts) == (2, [])
+    [line] = [line for line in said.splitlines() if "error" in line]
+    assert_names(line, "--nodes=3 --min_nodes=2", "a multiple of 4 devices", "4 nodes pass")
+
+
+def test_restart_refuses_nodes_that_it_cannot_give_and_waits_for_others(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert_names(min_nodes(tmp_path, words=("a", "b"))[2], "--min_nodes=2", "@NODES@")
+    assert_names(restart("--min_nodes=2", "x", "@NODES@", "--workdir=w").stderr, "--list_nodes=COMMAND")
+    code, starts, said = min_nodes(tmp_path, nodes="a")
+    assert (code, starts) == (1, [])
+    assert said.count("1 nodes are there, fewer than --min_nodes=2") == 2

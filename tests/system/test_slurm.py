@@ -89,10 +89,13 @@ class Cluster:
         assert done.returncode == 0, (words, done.stderr)
         return done.stdout
 
+    @property
+    def flags(self):
+        return "--parsable", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/%j.log"
+
     def submit(self, *words):
         """Returns the number of a new job."""
-        flags = ("--parsable", "--nodes=2", "--cpus-per-task=1", f"--output={self.folder}/%j.log")
-        return int(self.run("sbatch", *flags, SCRIPT, *words))
+        return int(self.run("sbatch", *self.flags, SCRIPT, *words))
 
     def job(self, number, field):
         """Returns a field of a job, such as JobState."""
@@ -327,3 +330,28 @@ def test_an_array_of_jobs_builds_the_parts_of_a_dataset(cluster, tmp_path):
     )
     assert len(found) == len(expected) == 60
     assert all(np.array_equal(found[index], expected[index]) for index in range(60))
+
+
+def test_a_job_that_loses_a_node_goes_on_with_the_others(cluster, tmp_path):
+    workdir, port = tmp_path / "run", jobs.free_address().rpartition(":")[2]
+    words = [f"--config={micro.write_config(tmp_path)}", f"--workdir={workdir}", f"--port={port}"]
+    words += ["--peer_timeout_s=15", "--config.train.eval_every_steps=0", "--config.checkpoint.every_steps=5"]
+    words += ["--config.train.num_microbatches=-1", "--config.train.num_steps=1000000"]
+    few = dataclasses.replace(cluster, env=cluster.env | {"MIN_NODES": "1", "PLAN_FLAGS": "--instance=cpu"})
+    job = int(few.run("sbatch", *cluster.flags, "--nodes=1-2", "--no-kill", SCRIPT, *words))
+    log = lambda: cluster.log(job)  # noqa: E731
+    try:
+        until(lambda: micro.saved_steps(workdir), log)
+        cluster.run("scontrol", "update", "NodeName=fake2", "State=down", "Reason=lost")
+        until(lambda: "nodes            1 of 1 that are there" in log(), log)
+        last = last_step(workdir)
+        until(lambda: last_step(workdir) > last + 5, log)
+    finally:
+        cluster.run("scancel", "--batch", "--signal=TERM", job)
+        cluster.run("scontrol", "update", "NodeName=fake2", "State=resume")
+    assert cluster.wait(job)[1] == "75:0"
+    assert re.findall(r"(?m)^micro: (\d) x cpu", log()) == ["2", "1"]
+    [step] = re.findall(r"(?m)^resuming from step (\d+) of", log())
+    assert int(step) >= 5
+    steps = [row["step"] for row in micro.rows(workdir)]
+    assert steps == list(range(1, len(steps) + 1))
