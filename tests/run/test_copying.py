@@ -270,7 +270,7 @@ def test_weights_are_read_from_a_bucket_as_from_a_disk(train, url, tmp_path, mon
     assert Bucket(out).sizes() == local
     code, printed, err = train(tmp_path / "begun", "checkpoint.copy_to=", f"train.init_from={out}", "train.num_steps=2")
     assert (code, "of an update" in printed) == (0, False), err
-    assert micro.rows(tmp_path / "begun")[0]["loss"] < 7
+    assert micro.rows(tmp_path / "begun")[0]["loss"] < 7.5  # random weights: log 2048, 7.62
 
 
 @pytest.mark.slow
