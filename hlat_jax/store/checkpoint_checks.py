@@ -47,7 +47,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside its state, its record.
 
     It has "step", "position", "metadata", "arrays", path -> dtype[shape], "norms", part of the state -> norm, see
-    program.RunProgram, and, since version 0.9, "digest", path -> digest.
+    program.RunProgram, and, but for older versions, "digest", path -> digest.
 
     Raises:
       ValueError: a field is missing or of another kind, as an older version wrote it; the message has file and field.
