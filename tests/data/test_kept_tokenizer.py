@@ -71,7 +71,8 @@ def test_text_paths_with_nothing_there_and_urls_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     for path, fact in (
         *((good, "") for good in ("{0}/a.txt", "{0}/*.txt", "{0}", "file://{0}/a.txt", "")),
-        ("s3://bucket/x", "data build s3://bucket/x --out x"),
+        ("s3://bucket/x", ""),  # perhaps a dataset, which is looked for later
+        ("https://host/x", "data build https://host/x --out x"),
         *((bad, bad.format(tmp_path)) for bad in ("{0}/b.txt", "{0}/*.md")),
         ("file://{0}/b.txt", "b.txt"),
         ("package:b", "package:b"),

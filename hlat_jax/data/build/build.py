@@ -406,8 +406,8 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, A
     shutil.rmtree(folder)
 
 
-def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
-    """Returns the lines that the command prints at the end; `out` is as in `build`."""
+def summary(result: BuildResult, *, out: str, elapsed_s: float) -> str:
+    """Returns the lines that the command prints at the end. `out` is its --out, a folder or a URL."""
     manifest, part = result.manifest, result.manifest.get("part")
     contents = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     hint = f"train on it with --config.data.train={out}"
@@ -420,5 +420,5 @@ def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
     if part:
         hint = f"with all {part['of']} parts built, {hint}"
-        out /= Part(part["number"], part["of"]).folder
+        out = f"{out}/{Part(part['number'], part['of']).folder}"
     return "\n".join([f"{out} {how}: {contents}", *result.notes, hint])
