@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass, residuals
 from hlat_jax.passes.autocast_pass import CastPolicy
-from hlat_jax.passes.jaxpr import function_name, is_inexact, perturbed_at
+from hlat_jax.passes.jaxpr import by_value, function_name, is_array, is_inexact, perturbed_at
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat_pass import RematOptions, RematPlan
@@ -95,8 +95,11 @@ class Passed(Generic[_Args, _Result]):
 
 
 def _shape_of(leaf: Any) -> Any:
-    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+    if not is_array(leaf):
+        return leaf
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -110,7 +113,8 @@ def _with_gradients(fn: Callable, leaves: list[Any], tree: Any, places: list[int
 
     def run(*arrays: Any) -> list[Any]:
         floats = [at for at, array in enumerate(arrays) if is_inexact(array)]
-        outs, pull = jax.vjp(perturbed_at(flat, arrays, floats), *(arrays[at] for at in floats))
+        flat_fn = perturbed_at(lambda *given: list(map(jnp.asarray, flat(*given))), arrays, floats)
+        outs, pull = jax.vjp(flat_fn, *(arrays[at] for at in floats))
         ones = [jnp.ones_like(out) if is_inexact(out) else jnp.zeros(out.shape, jax.dtypes.float0) for out in outs]
         return [*outs, *pull(ones)]
 
@@ -165,16 +169,18 @@ def kernels(fn: _Fn | None = None, *, platform: str | None = None, check: bool =
     return Passed("kernels", fn, kernels_pass.kernels(fn, platform=platform, check=check))
 
 
-def chunk(fn: _Fn | None = None, *, max_bytes: int | str = MAX_BYTES, check: bool = True) -> Any:
+def chunk(
+    fn: _Fn | None = None, *, max_bytes: int | str = MAX_BYTES, rules: Collection[str] = (), check: bool = True
+) -> Any:
     """Returns the function with intermediates above a size computed in chunks, see `chunk_pass.chunk`.
 
     Args:
       fn: the function. Without it, the result is a decorator.
-      max_bytes, check: as for `chunk_pass.chunk`.
+      max_bytes, rules, check: as for `chunk_pass.chunk`.
     """
     if fn is None:
-        return functools.partial(chunk, max_bytes=max_bytes, check=check)
-    return Passed("chunk", fn, chunk_pass.chunk(fn, max_bytes=max_bytes, check=check))
+        return functools.partial(chunk, max_bytes=max_bytes, rules=rules, check=check)
+    return Passed("chunk", fn, chunk_pass.chunk(fn, max_bytes=max_bytes, rules=rules, check=check))
 
 
 def select_residuals(fn: _Fn) -> Any:
@@ -220,21 +226,21 @@ class _WithinBudget:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_none)
         shapes = [_shape_of(leaf) for leaf in leaves]
-        is_array = [isinstance(shape, jax.ShapeDtypeStruct) for shape in shapes]
+        is_dynamic = [isinstance(shape, jax.ShapeDtypeStruct) for shape in shapes]
 
         def of_arrays(*arrays: Any) -> Any:
             """Calls the function with arguments in which anything that is no array is None, but the last is a dict."""
             given = jax.tree.leaves((arrays[:-1], arrays[-1]), is_leaf=_is_none)
-            merged = [new if chosen else old for new, old, chosen in zip(given, leaves, is_array, strict=True)]
+            merged = [new if chosen else old for new, old, chosen in zip(given, leaves, is_dynamic, strict=True)]
             own_args, own_kwargs = jax.tree.unflatten(tree, merged)
             return self._fn(*own_args, **own_kwargs)
 
         def only_arrays(values: Iterable[Any]) -> tuple:
-            kept = [value if chosen else None for value, chosen in zip(values, is_array, strict=True)]
+            kept = [value if chosen else None for value, chosen in zip(values, is_dynamic, strict=True)]
             own_args, own_kwargs = jax.tree.unflatten(tree, kept)
             return (*own_args, own_kwargs)
 
-        key = tuple(map(str, shapes)), tree
+        key = tuple(map(by_value, shapes)), tree
         if key not in self._plans:
             functools.update_wrapper(of_arrays, self._fn, updated=())
             self._plans[key] = remat_pass.fit(

@@ -122,6 +122,7 @@ def identity(jaxpr: Any) -> tuple:
             (
                 eqn.primitive,
                 str(eqn.source_info.name_stack),
+                eqn.ctx,
                 tuple(map(of_atom, (*eqn.invars, *eqn.outvars))),
                 tuple((key, of_param(value)) for key, value in sorted(eqn.params.items())),
             )

@@ -124,6 +124,17 @@ def test_decorators_apply_to_methods_and_their_report_has_a_row_for_each():
     assert "float32[8,32,512] in" in rows[3]
 
 
+def test_a_choice_is_searched_again_for_another_argument_without_a_shape():
+    ours = passes.remat(lambda w, kind: jnp.sum(w) * (2 if kind == 1 else 3), budget="1GiB")
+    assert [float(ours(W, kind)) for kind in (1, "1")] == pytest.approx([2 * W.sum(), 3 * W.sum()])
+
+
+def test_a_report_takes_results_without_a_dtype():
+    ours = passes.select_residuals(lambda w: (jnp.sum(jnp.sin(w)), {"rate": 0.1}))
+    ours(W)
+    assert "select_residuals" in ours.report()
+
+
 def test_an_order_that_may_change_less_is_warned_of():
     with pytest.warns(UserWarning, match="autocast runs after chunk"):
         passes.autocast(passes.chunk(loss))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -94,15 +94,24 @@ class Rewritten(Generic[_Args, _Result]):
       fn: a function that JAX can trace.
       name: the pass, for the report.
       matchers: the matchers, in order. Each skips the matches of earlier ones. Without any, `fn` is called as it is.
+      rules: names of functions with a derivative rule that are read through, see `derivative_rules`.
       check: whether each match is compared with the original before it is used.
       note: the reason for no matchers.
     """
 
     def __init__(
-        self, fn: Callable[_Args, _Result], *, name: str, matchers: Sequence[Matcher], check: bool, note: str = ""
+        self,
+        fn: Callable[_Args, _Result],
+        *,
+        name: str,
+        matchers: Sequence[Matcher],
+        check: bool,
+        rules: Collection[str] = (),
+        note: str = "",
     ):
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._name, self._matchers, self._check, self._note = fn, name, matchers, check, note
+        self._fn, self._name, self._note = fn, name, note
+        self._matchers, self._check, self._rules = matchers, check, rules
         self._report: RewriteReport | None = None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -113,7 +122,7 @@ class Rewritten(Generic[_Args, _Result]):
         if rule := warn_of_rule_with_tracer(self._fn, closed.jaxpr):
             self._report = RewriteReport(self._name, refusals=(Refusal(*rule, RULE_WITH_TRACER),))
             return self._fn(*args, **kwargs)
-        rewriter = Rewriter(self._matchers, check=self._check)
+        rewriter = Rewriter(self._matchers, check=self._check, rules=self._rules)
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(self._name, tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
         return jax.tree.unflatten(tree, outs)
@@ -132,8 +141,8 @@ class Rewritten(Generic[_Args, _Result]):
 class Rewriter:
     """Replaces matches in jaxprs, and records the replacements and refusals."""
 
-    def __init__(self, matchers: Sequence[Matcher], *, check: bool):
-        self.matchers, self.check = matchers, check
+    def __init__(self, matchers: Sequence[Matcher], *, check: bool, rules: Collection[str]):
+        self.matchers, self.check, self.rules = matchers, check, rules
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
@@ -144,7 +153,7 @@ class Rewriter:
           closed: closed jaxpr.
           known: values of its inputs that are constant, by position.
         """
-        graph = derivative_rules.with_bodies(closed, known=known)
+        graph = derivative_rules.with_bodies(closed, known=known, names=self.rules)
         bodies = {id(eqn): self._changed_body(graph, eqn) for eqn in graph.eqns}
         changed = {number: body for number, body in bodies.items() if body is not None}
         used = self._select_matches(graph)

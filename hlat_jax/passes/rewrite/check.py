@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from hlat_jax.passes.independence import bind_part, links
-from hlat_jax.passes.jaxpr import is_inexact, is_literal, perturbed_at, place_of, values_of, variables
+from hlat_jax.passes.jaxpr import equations, is_inexact, is_literal, perturbed_at, place_of, values_of, variables
 from hlat_jax.passes.rewrite.graph import CHEAP, EquationGraph, Match
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
@@ -135,8 +136,10 @@ def digest_of(traced: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for closed in traced:
         digest.update(str(closed.jaxpr).encode())
-        for const in closed.consts:
-            digest.update(np.asarray(const).tobytes())
+        inner = (value for eqn, _ in equations(closed.jaxpr) for value in eqn.params.values())
+        for one in (closed, *(value for value in inner if isinstance(value, core.ClosedJaxpr))):
+            for const in one.consts:
+                digest.update(np.asarray(const).tobytes())
     return digest.hexdigest()
 
 

@@ -367,7 +367,7 @@ def _is_foldable(aval: Any) -> bool:
 def own_rule(eqn: core.JaxprEqn) -> str:
     """Returns why a call with a derivative rule is not inlined, or "" for other equations."""
     is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_elementwise_call(eqn)
-    return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
+    return f"{op_name(eqn)} has a derivative rule of its own, see chunk(rules=)" if is_own else ""
 
 
 def _inlined(eqn: core.JaxprEqn) -> Body | None:

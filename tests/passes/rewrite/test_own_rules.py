@@ -56,7 +56,7 @@ def temporaries(fn):
 
 
 def test_a_loss_whose_rule_is_its_derivative_is_in_chunks():
-    ours = chunk(loss_of_labels, max_bytes="1MiB")
+    ours = chunk(loss_of_labels, max_bytes="1MiB", rules=["t5x_loss"])
     for fn in (jax.value_and_grad, jax.grad):
         for a, b in zip(*(jax.tree.leaves(fn(one)(WEIGHTS)) for one in (ours, loss_of_labels)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
@@ -68,7 +68,7 @@ def test_a_result_that_a_rule_ignores_still_has_no_gradient():
     def logged(w):
         return t5x_loss(X @ w, jax.nn.one_hot(LABELS, V), 1e-3)[1].mean()
 
-    ours = chunk(logged, max_bytes="1MiB")
+    ours = chunk(logged, max_bytes="1MiB", rules=["t5x_loss"])
     assert ours(WEIGHTS) == pytest.approx(logged(WEIGHTS))
     assert not jax.grad(ours)(WEIGHTS).any()
 
@@ -105,14 +105,33 @@ def test_a_rule_that_is_not_the_derivative_is_kept(name):
     def loss(w):
         return jnp.sum(RULES[name](X @ w) ** 2)
 
-    ours = chunk(loss, max_bytes="1MiB")
+    ours = chunk(loss, max_bytes="1MiB", rules=["clip", "round_half", "sin", "softplus"])
     np.testing.assert_array_equal(jax.grad(ours)(WEIGHTS), jax.grad(loss)(WEIGHTS))
     assert "has a derivative rule of its own" in str(ours.report())
 
 
 def test_a_rule_that_is_the_derivative_for_labels_alone_is_kept_for_shares():
-    ours = chunk(loss_of_shares, max_bytes="1MiB")
+    ours = chunk(loss_of_shares, max_bytes="1MiB", rules=["t5x_loss"])
     np.testing.assert_array_equal(jax.grad(ours)(WEIGHTS), jax.grad(loss_of_shares)(WEIGHTS))
+
+
+def test_a_rule_that_is_not_named_is_kept():
+    """Random inputs do not show a label that does not count, so the caller decides."""
+    ours = chunk(loss_of_labels, max_bytes="1MiB")
+    np.testing.assert_array_equal(jax.grad(ours)(WEIGHTS), jax.grad(loss_of_labels)(WEIGHTS))
+    assert "see chunk(rules=)" in str(ours.report())
+
+
+def test_a_function_that_is_called_in_two_ways_is_kept_if_one_needs_its_rule():
+    """Both calls share one jaxpr, because they are calls of one jitted function."""
+    call = jax.jit(lambda logits, targets: t5x_loss(logits, targets, 1e-3)[0].mean())
+
+    def loss(w):
+        shares = jax.nn.softmax(X @ jnp.ones((D, V))) * 2
+        return call(X @ w, shares) + call(X @ w, jax.nn.one_hot(LABELS, V))
+
+    ours = chunk(loss, max_bytes="1MiB", rules=["t5x_loss"])
+    np.testing.assert_allclose(jax.grad(ours)(WEIGHTS), jax.grad(loss)(WEIGHTS), rtol=0, atol=1e-8)
 
 
 def test_a_sharding_constraint_on_one_device_does_not_end_a_region():
