@@ -65,7 +65,7 @@ class Watch:
 
     Attributes:
       step: the newest step that has a row or that the run is at.
-      is_complete: whether the run has made its last step.
+      is_complete: whether the run has made its last step and ended its copies.
     """
 
     def __init__(self, workdir: pathlib.Path, limits: Limits):

@@ -14,8 +14,8 @@ import pytest
 from refusals import assert_names, assert_refused, refused
 
 from hlat_jax.host.watchdog import Watchdog
-from hlat_jax.run import watch
-from hlat_jax.run.goodput import Ledger
+from hlat_jax.run import copying, watch
+from hlat_jax.run.goodput import Ledger, read_events
 from hlat_jax.run.watch import CODES, Limits, Watch
 from hlat_jax.store.metrics import ROWS_FILE, rewind
 
@@ -268,6 +268,22 @@ def test_an_alert_that_the_webhook_never_takes_is_an_error(ledger, tmp_path, web
     with refused("127.0.0.1", "1 alert", "503", kind=OSError):
         watch.watch(tmp_path, Limits(), webhook=webhook.url, every_s=0.01)
     assert "secret" not in capsys.readouterr().err
+
+
+def test_a_run_is_not_complete_before_its_last_copy(train_here, trained_run, tmp_path, monkeypatch):
+    def finish(copier, signals):
+        seen = Watch(workdir, Limits())
+        assert seen.look(0.0) == []
+        copier.on_failure("503 of s3://b")
+        looks.append((kinds(seen.look(1.0)), seen.is_complete))
+        return "503 of s3://b"
+
+    workdir, looks = tmp_path / "run", []
+    monkeypatch.setattr(copying.Copier, "finish", finish)
+    words = (f"--config={trained_run.parent / 'micro.py'}", "--config.train.num_steps=1", "--config.data.validation=")
+    assert train_here(*words, f"--workdir={workdir}")[0] == copying.COPY_CODE
+    assert looks == [(["store failing"], False)]
+    assert [event["event"] for event in read_events(workdir)][-3:] == ["store_failed", "complete", "end"]
 
 
 def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
