@@ -86,8 +86,14 @@ class Watch:
         self._trained: collections.deque[tuple[float, float]] = collections.deque()  # (when, seconds of training)
 
     def look(self, now_s: float) -> list[Alert]:
-        """Returns the new alerts; `now_s` is the time of a clock that does not jump."""
+        """Returns the new alerts; `now_s` is the time of a clock that does not jump.
+
+        Raises:
+          ValueError: the events of the run are gone.
+        """
         events, alive = read_events(self._workdir), None
+        if not events:
+            raise ValueError(f"{self._workdir / EVENTS_FILE} is gone, or empty now. Was the run folder moved?")
         with contextlib.suppress(OSError, ValueError):
             alive = read_json(self._workdir / ALIVE_FILE)
         new = events[self._num_events :]
@@ -208,6 +214,7 @@ def watch(workdir: pathlib.Path, limits: Limits, *, webhook: str = "", every_s: 
     """Watches until the run is complete, and returns 0; or, without a webhook, the exit code of the first alert.
 
     Raises:
+      ValueError: the folder is not that of a run, or its events vanish.
       OSError: the webhook did not take an alert until the run was complete.
     """
     seen, pending = Watch(workdir, limits), collections.deque[Alert]()

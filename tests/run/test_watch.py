@@ -286,6 +286,14 @@ def test_a_run_is_not_complete_before_its_last_copy(train_here, trained_run, tmp
     assert [event["event"] for event in read_events(workdir)][-3:] == ["store_failed", "complete", "end"]
 
 
+def test_events_that_vanish_are_one_line(ledger, tmp_path, run_here, monkeypatch):
+    events, original = tmp_path / "events.jsonl", Watch.look
+    for spoil in (lambda: events.write_text(""), events.unlink):
+        ledger.event("saved", step=1)
+        monkeypatch.setattr(Watch, "look", lambda self, now_s, spoil=spoil: (spoil(), original(self, now_s))[1])
+        assert_refused(run_here("watch", tmp_path), str(events), "gone")
+
+
 def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
     assert_refused(run_here("watch"), "RUN")
     assert_refused(run_here("watch", tmp_path, tmp_path), "1 run folder, not 2")
