@@ -72,15 +72,21 @@ class Watch:
         """Raises ValueError if the folder is not that of a run."""
         self._workdir, self._limits = workdir, limits
         self._rows = workdir / ROWS_FILE
-        self.step, self.is_complete = 0, False
-        self._num_events = len(read_events(workdir))
-        if not self._num_events:
+        self.is_complete = False
+        events = read_events(workdir)
+        self._num_events = len(events)
+        if not events:
             raise ValueError(f"RUN={workdir} has no {EVENTS_FILE}: it is not a run folder, or its run has not begun.")
         self._windows = {key: collections.deque[float](maxlen=_WINDOW) for key in ("loss", "grad_norm")}
         self._inode, self._offset = self._state_of_rows()
         self._offset = max(self._offset - _HISTORY_BYTES, 0)
-        for row in self._new_rows(()):
+        rows = self._new_rows(())
+        for row in rows:
             self._is_spike(row)
+        steps = [row["step"] for row in rows if "loss" in row] or [
+            event["life"]["step"] for event in events if "life" in event
+        ]
+        self.step = steps[-1] if steps else 0
         self._progress: Any = None
         self._since_s, self._told = 0.0, set[str]()
         self._trained: collections.deque[tuple[float, float]] = collections.deque()  # (when, seconds of training)

@@ -86,6 +86,19 @@ def test_the_error_of_a_run_that_ended_is_in_the_alert(tmp_path):
     assert_names(alert.text, "no process trains", "the disk is full")
 
 
+def test_the_step_of_a_run_that_ended_before_is_in_the_alert(tmp_path):
+    for write in (lambda: None, lambda: write_rows(tmp_path, range(1, 8))):  # rows come first, if there are some
+        write()
+        watchdog = Watchdog()
+        with Ledger(tmp_path, watchdog) as opened:
+            opened.begin()
+            watchdog.step = 6
+        seen = Watch(tmp_path, Limits(stalled_s=1))
+        seen.look(0.0)
+        [alert] = seen.look(2.0)
+        assert_names(alert.text, f"after step {7 if (tmp_path / ROWS_FILE).exists() else 6}, and no process trains")
+
+
 def test_spikes_are_found_with_and_without_the_runs_own_search(ledger, tmp_path):
     write_rows(tmp_path, range(1, 200), nonfinite=0)
     seen = Watch(tmp_path, Limits())  # knows the rows before
@@ -301,6 +314,8 @@ def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
     assert_refused(run_here("watch", tmp_path / "no"), "RUN")
     assert_refused(run_here("watch", tmp_path, "--goodput=2"), "--goodput=2")
     assert_refused(run_here("watch", tmp_path, "--stalled_s=-1"), "--stalled_s=-1")
+    for word in ("--stalled_s=nan", "--stalled_s=inf", "--goodput=nan", "--every_s=inf"):
+        assert_refused(run_here("watch", tmp_path, word), word)
     for url in ("ftp://host/secret", "secret", "http:///secret"):
         result = run_here("watch", tmp_path, f"--webhook={url}")
         assert_refused(result, "--webhook=", "https://")
