@@ -91,7 +91,6 @@ def train(run: Run, progress: Progress) -> str:
             run.log.close()
             if distributed.is_first():
                 results.show(config, run.workdir, progress.step)
-            run.ledger.event("complete", step=progress.step)
             distributed.barrier()  # the others wait here while process 0 draws the results
     return ""
 

@@ -132,6 +132,9 @@ def train(
                     allocator.keep_freed_memory()
                 stop = loop.train(*opened)
             not_copied = copier.finish(signals)
+            if opened is not None and not stop:
+                run, progress = opened
+                run.ledger.event("complete", step=progress.step)  # last: `run watch` ends with it
         names = distributed.exchange(signals.name)  # of signals after the last step too
     if "SIGINT" in (stop, *names, signals.name):
         return 130  # so that `train && evaluate` stops

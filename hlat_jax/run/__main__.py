@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -76,6 +77,9 @@ def _watch(argv: Sequence[str]) -> int:
     flags.DEFINE_string("webhook", "", "Web address that gets each alert by POST, as JSON.", flag_values=values)
     flags.DEFINE_float("every_s", 10.0, "Seconds between two looks.", 0.01, flag_values=values)
     [folder] = _run_folders(argv, values, verb="watch", usage=_WATCH)
+    for name in ("stalled_s", "spike_sigmas", "goodput", "goodput_s", "every_s"):
+        if not math.isfinite(values[name].value):  # absl lets NaN through its bounds
+            raise ValueError(f"--{name}={values[name].value} is not a finite number.")
     watch_lib.check_webhook(values.webhook)
     limits = watch_lib.Limits(values.stalled_s, values.spike_sigmas, values.goodput, values.goodput_s)
     return watch_lib.watch(folder, limits, webhook=values.webhook, every_s=values.every_s)

@@ -31,9 +31,12 @@ def compare(first: pathlib.Path, second: pathlib.Path, *, plot: str = "") -> str
     """Returns lines about the difference of two runs, and draws their losses into the file `plot`.
 
     Raises:
-      ValueError: the runs have different models, or no common step.
+      ValueError: a folder is not that of a run, or the runs have different models, or no common step.
     """
     folders = (first, second)
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"RUN={folder} has no config.json: it is not a run folder, or its run has not begun.")
     rows = [_rows_of(folder) for folder in folders]
     settings = _differences(*(_settings_of(folder) for folder in folders))
     if models := [line for key, line in settings.items() if _matches(key, ("model.*",), _SAME_WEIGHTS)]:
@@ -48,8 +51,8 @@ def compare(first: pathlib.Path, second: pathlib.Path, *, plot: str = "") -> str
         if unequal:
             found[name] = (*unequal[0], max(_distance(a, b) for _, a, b in unequal))
     if plot:
-        plot_two({str(folder): {step: row["loss"] for step, row in of.items()}
-                  for folder, of in zip(folders, rows, strict=True)}, plot)  # fmt: skip
+        losses = [{step: row["loss"] for step, row in of.items()} for of in rows]
+        plot_two([*zip(map(str, folders), losses, strict=True)], plot)
     return "\n".join(_lines(folders, found, settings, num_steps=len(steps)))
 
 

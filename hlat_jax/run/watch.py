@@ -65,29 +65,41 @@ class Watch:
 
     Attributes:
       step: the newest step that has a row or that the run is at.
-      is_complete: whether the run has made its last step.
+      is_complete: whether the run has made its last step and ended its copies.
     """
 
     def __init__(self, workdir: pathlib.Path, limits: Limits):
         """Raises ValueError if the folder is not that of a run."""
         self._workdir, self._limits = workdir, limits
         self._rows = workdir / ROWS_FILE
-        self.step, self.is_complete = 0, False
-        self._num_events = len(read_events(workdir))
-        if not self._num_events:
+        self.is_complete = False
+        events = read_events(workdir)
+        self._num_events = len(events)
+        if not events:
             raise ValueError(f"RUN={workdir} has no {EVENTS_FILE}: it is not a run folder, or its run has not begun.")
         self._windows = {key: collections.deque[float](maxlen=_WINDOW) for key in ("loss", "grad_norm")}
         self._inode, self._offset = self._state_of_rows()
         self._offset = max(self._offset - _HISTORY_BYTES, 0)
-        for row in self._new_rows(()):
+        rows = self._new_rows(())
+        for row in rows:
             self._is_spike(row)
+        steps = [row["step"] for row in rows if "loss" in row] or [
+            event["life"]["step"] for event in events if "life" in event
+        ]
+        self.step = steps[-1] if steps else 0
         self._progress: Any = None
         self._since_s, self._told = 0.0, set[str]()
         self._trained: collections.deque[tuple[float, float]] = collections.deque()  # (when, seconds of training)
 
     def look(self, now_s: float) -> list[Alert]:
-        """Returns the new alerts; `now_s` is the time of a clock that does not jump."""
+        """Returns the new alerts; `now_s` is the time of a clock that does not jump.
+
+        Raises:
+          ValueError: the events of the run are gone.
+        """
         events, alive = read_events(self._workdir), None
+        if not events:
+            raise ValueError(f"{self._workdir / EVENTS_FILE} is gone, or empty now. Was the run folder moved?")
         with contextlib.suppress(OSError, ValueError):
             alive = read_json(self._workdir / ALIVE_FILE)
         new = events[self._num_events :]
@@ -208,6 +220,7 @@ def watch(workdir: pathlib.Path, limits: Limits, *, webhook: str = "", every_s: 
     """Watches until the run is complete, and returns 0; or, without a webhook, the exit code of the first alert.
 
     Raises:
+      ValueError: the folder is not that of a run, or its events vanish.
       OSError: the webhook did not take an alert until the run was complete.
     """
     seen, pending = Watch(workdir, limits), collections.deque[Alert]()

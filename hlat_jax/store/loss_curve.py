@@ -101,16 +101,16 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     return figure
 
 
-def plot_two(losses: Mapping[str, Mapping[int, float]], png_path: str | os.PathLike) -> None:
-    """Plots the losses, by step, of two runs by their names, and below how far they are apart."""
+def plot_two(runs: Sequence[tuple[str, Mapping[int, float]]], png_path: str | os.PathLike) -> None:
+    """Plots two runs, of a name and losses by step, and below how far they are apart."""
     from matplotlib import figure as figures
 
-    (_, first), (_, second) = losses.items()
+    (_, first), (_, second) = runs
     steps = [step for step in first if step in second and math.isfinite(first[step] - second[step])]
     with _DRAWING:
         figure = figures.Figure(figsize=(8, 6), layout="constrained")
         above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-        for (name, of_run), style in zip(losses.items(), ("-", "--"), strict=True):
+        for (name, of_run), style in zip(runs, ("-", "--"), strict=True):
             above.plot([*of_run], [*of_run.values()], style, linewidth=1.0, label=name)
         above.set_ylabel("cross-entropy (nats per token)")
         above.legend(frameon=False)

@@ -87,6 +87,8 @@ def test_runs_that_cannot_be_compared_are_refused(trained_run, copied, run_here,
     assert_refused(run_here("compare", trained_run, later), "no step in common", str(later))
     assert_refused(run_here("compare", trained_run), "2 run folders, not 1")
     assert_refused(run_here("compare", trained_run, tmp_path / "no"), "RUN")
+    for words in ((trained_run, trained_run.parent), (trained_run.parent, trained_run)):
+        assert_refused(run_here("compare", *words), f"RUN={trained_run.parent} ", "config.json")
     assert_refused(run_here("compare", trained_run, trained_run, "--plot=no/a.png"), "--plot=no/a.png")
 
 
@@ -96,6 +98,8 @@ def test_the_plot_shows_both_losses(trained_run, copied, run_here, tmp_path):
     )
     assert (code, "step 9" in out) == (0, True)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    code, out, _ = run_here("compare", trained_run, trained_run, f"--plot={tmp_path}/same.png")
+    assert (code, "are equal" in out, (tmp_path / "same.png").exists()) == (0, True, True)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 from refusals import assert_names, assert_refused, refused
 
 from hlat_jax.host.watchdog import Watchdog
-from hlat_jax.run import watch
-from hlat_jax.run.goodput import Ledger
+from hlat_jax.run import copying, watch
+from hlat_jax.run.goodput import Ledger, read_events
 from hlat_jax.run.watch import CODES, Limits, Watch
 from hlat_jax.store.metrics import ROWS_FILE, rewind
 
@@ -84,6 +84,19 @@ def test_the_error_of_a_run_that_ended_is_in_the_alert(tmp_path):
     seen.look(0.0)
     [alert] = seen.look(2.0)
     assert_names(alert.text, "no process trains", "the disk is full")
+
+
+def test_the_step_of_a_run_that_ended_before_is_in_the_alert(tmp_path):
+    for write in (lambda: None, lambda: write_rows(tmp_path, range(1, 8))):  # rows come first, if there are some
+        write()
+        watchdog = Watchdog()
+        with Ledger(tmp_path, watchdog) as opened:
+            opened.begin()
+            watchdog.step = 6
+        seen = Watch(tmp_path, Limits(stalled_s=1))
+        seen.look(0.0)
+        [alert] = seen.look(2.0)
+        assert_names(alert.text, f"after step {7 if (tmp_path / ROWS_FILE).exists() else 6}, and no process trains")
 
 
 def test_spikes_are_found_with_and_without_the_runs_own_search(ledger, tmp_path):
@@ -270,6 +283,30 @@ def test_an_alert_that_the_webhook_never_takes_is_an_error(ledger, tmp_path, web
     assert "secret" not in capsys.readouterr().err
 
 
+def test_a_run_is_not_complete_before_its_last_copy(train_here, trained_run, tmp_path, monkeypatch):
+    def finish(copier, signals):
+        seen = Watch(workdir, Limits())
+        assert seen.look(0.0) == []
+        copier.on_failure("503 of s3://b")
+        looks.append((kinds(seen.look(1.0)), seen.is_complete))
+        return "503 of s3://b"
+
+    workdir, looks = tmp_path / "run", []
+    monkeypatch.setattr(copying.Copier, "finish", finish)
+    words = (f"--config={trained_run.parent / 'micro.py'}", "--config.train.num_steps=1", "--config.data.validation=")
+    assert train_here(*words, f"--workdir={workdir}")[0] == copying.COPY_CODE
+    assert looks == [(["store failing"], False)]
+    assert [event["event"] for event in read_events(workdir)][-3:] == ["store_failed", "complete", "end"]
+
+
+def test_events_that_vanish_are_one_line(ledger, tmp_path, run_here, monkeypatch):
+    events, original = tmp_path / "events.jsonl", Watch.look
+    for spoil in (lambda: events.write_text(""), events.unlink):
+        ledger.event("saved", step=1)
+        monkeypatch.setattr(Watch, "look", lambda self, now_s, spoil=spoil: (spoil(), original(self, now_s))[1])
+        assert_refused(run_here("watch", tmp_path), str(events), "gone")
+
+
 def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
     assert_refused(run_here("watch"), "RUN")
     assert_refused(run_here("watch", tmp_path, tmp_path), "1 run folder, not 2")
@@ -277,6 +314,8 @@ def test_wrong_words_of_watch_are_refused(tmp_path, run_here):
     assert_refused(run_here("watch", tmp_path / "no"), "RUN")
     assert_refused(run_here("watch", tmp_path, "--goodput=2"), "--goodput=2")
     assert_refused(run_here("watch", tmp_path, "--stalled_s=-1"), "--stalled_s=-1")
+    for word in ("--stalled_s=nan", "--stalled_s=inf", "--goodput=nan", "--every_s=inf"):
+        assert_refused(run_here("watch", tmp_path, word), word)
     for url in ("ftp://host/secret", "secret", "http:///secret"):
         result = run_here("watch", tmp_path, f"--webhook={url}")
         assert_refused(result, "--webhook=", "https://")
