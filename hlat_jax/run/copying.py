@@ -113,6 +113,7 @@ class Copier:
         """Offers the newest checkpoint of the run folder, as a kill may have cut its copy short."""
         if self._bucket is not None and distributed.is_first():
             atomic_files.write_json(self._workdir / RUN_RECORD, {"run": self._run})
+            self._work.append(self._thread.submit(self._claim))  # if it fails, the first copy tries again
         self.offer(max(saved_steps(self._workdir / CHECKPOINTS), default=0))
 
     def offer(self, step: int) -> None:
@@ -238,6 +239,8 @@ class Copier:
         manifest, began_s = (folder / INTEGRITY_FILE).read_bytes(), time.monotonic()
         sizes, there = manifest_sizes(manifest), bucket.sizes(under=under)
         is_first, mark = distributed.is_first(), f"{under}/{INTEGRITY_FILE}"
+        if is_first:
+            self._claim()  # before anything of a later start is removed or replaced
         if mark in there:
             if bucket.read(mark) == manifest:
                 return
@@ -253,7 +256,7 @@ class Copier:
         if not is_first:
             return
         self._await_shards(under, {name: size for name, size in sizes.items() if owners[name] is not None})
-        self._claim()
+        self._claim()  # once more, as the shards may have taken long
         self._send_run_files()
         bucket.write(mark, manifest)
         names = {f"{under}/{name}" for name in (*sizes, INTEGRITY_FILE)}

@@ -1,5 +1,6 @@
 """A run with `checkpoint.copy_to` outlives its disk: a real server of S3 that fails, kills, and another disk."""
 
+import concurrent.futures
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from hlat_jax.run.copying import COPY_CODE
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store import bucket as bucket_lib
 from hlat_jax.store.bucket import Bucket, whole_steps
+from hlat_jax.store.integrity import seal
 
 pytest.importorskip("moto", reason="pip install 'hlat_jax[test]'")
 pytestmark = pytest.mark.xdist_group("copying")
@@ -240,6 +242,31 @@ def test_a_start_that_was_superseded_copies_nothing_more(train, url, tmp_path):
     with pytest.raises(ValueError, match="another start"):
         copier._claim()
     copier.close()
+
+
+def test_an_older_job_leaves_the_checkpoints_of_a_newer_one(url, tmp_path):
+    older, newer = (copying.Copier(_config(tmp_path, url), tmp_path / name) for name in ("older", "newer"))
+    for copier, steps in ((older, [10]), (newer, [12, 20]), (older, [20, 24])):
+        copier._run = "run"
+        for step in steps:
+            _write_checkpoint(copier._workdir, step)
+            copier.offer(step)
+            concurrent.futures.wait(copier._work)
+        if steps == [12, 20]:
+            before = Bucket(url).versions()
+            assert whole(url) == [20, 12]
+    assert Bucket(url).versions() == before
+    assert "another start of the run" in older.problem
+    for copier in (older, newer):
+        copier.close()
+
+
+def _write_checkpoint(workdir, step):
+    """Writes files that differ in each run folder, with their checksums."""
+    folder = workdir / "checkpoints" / str(step)
+    (folder / "state").mkdir(parents=True)
+    (folder / "state/data").write_text(f"{workdir.name} {step}")
+    seal(folder, ["state/data"])
 
 
 def test_the_run_folder_itself_is_no_place_for_copies(train, tmp_path):
