@@ -31,6 +31,7 @@ from hlat_jax.store.integrity import INTEGRITY_FILE, damage_of_share
 
 CHECKPOINTS = "checkpoints"
 PROBE = ".probe"  # in the name of an object that only shows that the store can be written
+_UNFINISHED = ".unfinished"  # an object beside those of a `send_staged` that has not ended
 FETCHED = ".fetched"  # suffix of the folder of a checkpoint that is being fetched
 OBJECT_S = 60  # how long a request for one object is tried
 _BLOCK_BYTES = 32 << 20
@@ -298,6 +299,8 @@ def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
 def staging_folder(url: str, *, key: str) -> pathlib.Path:
     """Returns the local folder in which the content of a new folder of a bucket is made; a local path as it is.
 
+    It has the files of an earlier try that was cut short, if there are any.
+
     Raises:
       ValueError: there is something at the URL already, or it cannot be written; `key` is the flag that has it.
     """
@@ -305,7 +308,8 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
         return pathlib.Path(url)
     bucket = Bucket(url, key=key)
     try:
-        if bucket.sizes():
+        names = {name for name in bucket.sizes() if not name.startswith(PROBE)}
+        if names and _UNFINISHED not in names:
             raise ValueError(f"{key}={url} exists already. Give another folder, or remove it.")
         bucket.write(PROBE, b"")
         bucket.remove([PROBE])
@@ -318,9 +322,12 @@ def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
     """Sends a `staging_folder` to its bucket, the file `last` after all others, and removes it; not a local folder."""
     if is_bucket(url):
         bucket = Bucket(url)
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        for name in (*sorted({*names} - {last}), last):
+        bucket.write(_UNFINISHED, b"")
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        bucket.remove(bucket.sizes().keys() - (names - {last}) - {_UNFINISHED})  # of an earlier try
+        for name in (*sorted(names - {last}), last):
             bucket.send(folder / name, name)
+        bucket.remove([_UNFINISHED])
         shutil.rmtree(folder)
 
 

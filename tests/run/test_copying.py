@@ -291,7 +291,12 @@ def test_weights_are_read_from_a_bucket_as_from_a_disk(train, url, tmp_path, mon
     assert texts[0][0] == 0
     assert texts[0] == texts[1]
     out = f"{url}-hf"
-    assert hf_main(["hf", "export", url, f"--out={out}"][1:]) == 0
+    with monkeypatch.context() as patch:
+        send = Bucket.send
+        patch.setattr(Bucket, "send", lambda self, path, name: send(self, path.with_name("gone"), name))
+        assert hf_main(["export", url, f"--out={out}"]) == 1
+    assert not Bucket(out).sizes().keys() - {".unfinished"}
+    assert hf_main(["export", url, f"--out={out}"]) == 0
     assert hf_main(["hf", "export", str(tmp_path / "run"), f"--out={tmp_path / 'hf'}"][1:]) == 0
     local = {path.name: path.stat().st_size for path in (tmp_path / "hf").iterdir()}
     assert Bucket(out).sizes() == local

@@ -241,3 +241,59 @@ def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path)
     assert not staged.exists()
     with pytest.raises(ValueError, match=f"--out={url} exists already"):
         bucket_lib.staging_folder(url, key="--out")
+
+
+def test_a_staged_folder_that_was_sent_in_part_is_sent_again(faults, cache, tmp_path, monkeypatch):
+    url = f"s3://bucket/{tmp_path.name}"
+    staged = bucket_lib.staging_folder(url, key="--out")
+    write_checkpoint(staged)
+    (staged / "of_an_older_try").write_bytes(b"")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="cut"):
+        patch.setattr(Bucket, "send", cut_after(2))
+        bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert "run/metadata" not in Bucket(url).sizes()
+    Bucket(url).write(f"{bucket_lib.PROBE}-0", b"")  # left by a kill
+    assert bucket_lib.staging_folder(url, key="--out") == staged
+    (staged / "of_an_older_try").unlink()
+    bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
+
+
+def test_a_folder_of_other_files_is_not_written_into(faults, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    Bucket(url).write(f"{bucket_lib.PROBE}-0", b"")
+    bucket_lib.staging_folder(url, key="--out")
+    Bucket(url).write("notes.txt", b"")
+    with pytest.raises(ValueError, match=f"--out={url} exists already"):
+        bucket_lib.staging_folder(url, key="--out")
+
+
+def cut_after(count):
+    """Returns a `Bucket.send` that fails once, after so many calls."""
+    send, calls = Bucket.send, []
+
+    def cut(self, *args):
+        calls.append(args)
+        if len(calls) == count + 1:
+            raise OSError("cut")
+        send(self, *args)
+
+    return cut
+
+
+def test_a_build_that_was_cut_in_mid_upload_is_resumed(faults, cache, tmp_path, monkeypatch, data_here):
+    url = f"s3://bucket/{tmp_path.name}"
+    lines = [json.dumps({"text": f"Document {number}. " + "abc " * 500}) for number in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    words = ("build", tmp_path / "a.jsonl", "--shard_mb=1")
+    monkeypatch.setattr(Bucket, "send", cut_after(2))
+    assert data_here(*words, f"--out={url}")[0] != 0
+    code, _, err = data_here(*words, f"--out={url}")
+    assert code == 0, err
+    assert data_here(*words, f"--out={tmp_path / 'built'}")[0] == 0
+    local = {path.name: path.stat().st_size for path in (tmp_path / "built").iterdir()}
+    assert len(local) >= 5
+    assert Bucket(url).sizes() == local
+    code, _, err = data_here(*words, f"--out={url}")
+    assert code == 2
+    assert_names(err, url, "exists already")
