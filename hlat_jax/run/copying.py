@@ -146,6 +146,9 @@ class Copier:
         bucket, local = self._bucket, _newest_local(self._workdir)
         content, steps = bucket.read(RUN_RECORD), whole_steps(bucket.sizes(under=CHECKPOINTS))
         theirs = _run_of(content)
+        is_copy = b'"start"' in (content or b"")  # else the record is that of a run folder, or there is none
+        if not is_copy and (steps or bucket.read("config.json") is not None):
+            raise ValueError(f"{KEY}={bucket.url} is a run folder, no copy of one. Give a new folder for the copies.")
         if (local or own) and (theirs or steps) and theirs != own:
             raise ValueError(
                 f"{KEY}={bucket.url} holds the checkpoints of another run than {self._workdir}; give a folder of the "

@@ -274,6 +274,23 @@ def test_the_run_folder_itself_is_no_place_for_copies(train, tmp_path):
     assert refused(result, "checkpoint.copy_to", "run folder itself") == 2
 
 
+@pytest.mark.parametrize("record", [None, b'{"run": "other"}'])  # with it, the other run has copies too
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_another_runs_folder_is_no_place_for_copies(train, tmp_path, record, has_checkpoint):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "metrics.jsonl").write_text("")
+    if has_checkpoint:
+        _write_checkpoint(other, 5)
+    if record is not None:
+        (other / "copied_run.json").write_bytes(record)
+    before = {path: path.is_file() and path.read_bytes() for path in other.rglob("*")}
+    result = train(tmp_path / "run", f"checkpoint.copy_to={other}")
+    assert refused(result, f"checkpoint.copy_to={other} is a run folder") == 2
+    assert {path: path.is_file() and path.read_bytes() for path in other.rglob("*")} == before
+
+
 def _config(folder, url):
     from hlat_jax.resolve import resolve
 

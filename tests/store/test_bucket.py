@@ -248,8 +248,8 @@ def test_a_staged_folder_that_was_sent_in_part_is_sent_again(faults, cache, tmp_
     staged = bucket_lib.staging_folder(url, key="--out")
     write_checkpoint(staged)
     (staged / "of_an_older_try").write_bytes(b"")
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="cut"):
-        patch.setattr(Bucket, "send", cut_after(2))
+    monkeypatch.setattr(Bucket, "send", cut_after(2))
+    with pytest.raises(OSError, match="cut"):
         bucket_lib.send_staged(staged, url, last="run/metadata")
     assert "run/metadata" not in Bucket(url).sizes()
     Bucket(url).write(f"{bucket_lib.PROBE}-0", b"")  # left by a kill
