@@ -99,8 +99,10 @@ class Copier:
             try:
                 _probe(self._bucket, f"{PROBE}-{jax.process_index()}")
                 steps = self._compare(own) if distributed.is_first() else []
-            except remote.RemoteError as error:
+            except (remote.RemoteError, PermissionError) as error:
                 if not own or not _newest_local(self._workdir):
+                    if isinstance(error, PermissionError):
+                        raise _cannot_be_written(self._bucket, error) from None
                     raise OSError(f"{KEY}={self._bucket.url} cannot be reached: {error}.") from None
                 self._fail(f"{self._bucket.url} cannot be reached: {error}")
                 steps = []
@@ -328,20 +330,28 @@ class Copier:
 
 
 def _probe(bucket: Bucket, name: str) -> None:
-    """Writes, reads and removes a small object. Raises ValueError if the store refuses it, else as `remote.retry`."""
+    """Writes, reads and removes a small object.
+
+    Raises:
+      ValueError: there is no such bucket, or it does not keep what is written.
+      OSError: as `remote.retry`, such as a PermissionError.
+    """
     content = secrets.token_bytes(16)
     try:
         bucket.write(name, content)
         found = bucket.read(name)
         bucket.remove([name])
-    except remote.RemoteError:
+    except (remote.RemoteError, PermissionError):
         raise
     except OSError as error:
-        raise ValueError(
-            f"{KEY}={bucket.url} cannot be written: {error}. Check the name and the credentials, or leave the key out."
-        ) from None
+        raise _cannot_be_written(bucket, error) from None
     if found != content:
         raise ValueError(f"{KEY}={bucket.url} does not return what was written to it; give another store.")
+
+
+def _cannot_be_written(bucket: Bucket, error: OSError) -> ValueError:
+    advice = "Check the name and the credentials, or leave the key out."
+    return ValueError(f"{KEY}={bucket.url} cannot be written: {error}. {advice}")
 
 
 def _owner(name: str) -> int | None:

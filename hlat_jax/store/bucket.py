@@ -69,13 +69,14 @@ class Bucket:
         # an instance of its own: others of the process share theirs, with its tries and its listings
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         self._filesystem, self._path = remote.filesystem_of(self.url, num_tries=_PART_TRIES, **options)
+        self._limit = {} if self._is_local else {"timeout": OBJECT_S}  # of one call, with the tries of the client
 
     def sizes(self, *, under: str = "") -> dict[str, int]:
         """Returns the bytes of each object by its name, of all or of those in the folder `under`."""
 
         def find() -> dict[str, Any]:
             try:
-                return self._filesystem.find(self._where(under), detail=True)
+                return self._filesystem.find(self._where(under), detail=True, **self._limit)
             except FileNotFoundError:
                 if not self._is_local:  # no such bucket
                     raise
@@ -87,7 +88,7 @@ class Bucket:
 
     def versions(self) -> dict[str, list[Any]]:
         """Returns the bytes, and what tells versions apart, of each object by its name."""
-        found = self._retry(lambda: self._filesystem.find(self._path, detail=True))
+        found = self._retry(lambda: self._filesystem.find(self._path, detail=True, **self._limit))
         return {
             name.removeprefix(f"{self._path}/"): [info["size"], str(info.get("ETag") or info.get("mtime", ""))]
             for name, info in found.items()
@@ -96,7 +97,7 @@ class Bucket:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a small object; None if there is none."""
         try:
-            return self._retry(lambda: self._filesystem.cat_file(self._where(name)))
+            return self._retry(lambda: self._filesystem.cat_file(self._where(name), **self._limit))
         except FileNotFoundError:
             return None
 
@@ -128,7 +129,7 @@ class Bucket:
 
         def read_block(start: int) -> bytes:
             stop = min(start + _BLOCK_BYTES, num_bytes)
-            block = self._filesystem.cat_file(self._where(name), start=start, end=stop)
+            block = self._filesystem.cat_file(self._where(name), start=start, end=stop, **self._limit)
             if len(block) != stop - start:
                 raise OSError(f"{name}: {len(block):,} bytes came instead of {stop - start:,}")
             return block
@@ -144,7 +145,7 @@ class Bucket:
                 (pathlib.Path(self._path) / name).unlink(missing_ok=True)
         elif names:
             with contextlib.suppress(FileNotFoundError):
-                self._retry(lambda: self._filesystem.rm([self._where(name) for name in names]))
+                self._retry(lambda: self._filesystem.rm([self._where(name) for name in names], **self._limit))
 
     def remove_checkpoint(self, step: int) -> None:
         """Removes a checkpoint, its manifest first."""
@@ -198,7 +199,12 @@ def receive_all(
 
     _check_names(sizes, url=bucket.url)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        list(pool.map(receive, sizes.items()))
+        try:
+            for work in concurrent.futures.as_completed([pool.submit(receive, item) for item in sizes.items()]):
+                work.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # else all other files are tried too
+            raise
 
 
 def begin_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> None:

@@ -139,9 +139,13 @@ def test_an_unreachable_store_refuses_a_new_run_but_no_old_one(train, trained_ru
     assert refused(train(tmp_path / "new"), url, "cannot be reached") == 1
     faults.down = False
     assert train(tmp_path / "old", f"train.num_steps={HALF}")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "expired")
+        code, out, _ = train(tmp_path / "old", "train.num_steps=15")
+    assert (code, "copy FAILED" in out, f"resuming from step {HALF} of" in out) == (COPY_CODE, True, True)
     faults.down = True
     code, out, _ = train(tmp_path / "old")
-    assert (code, f"resuming from step {HALF} of" in out) == (COPY_CODE, True)
+    assert (code, "resuming from step 15 of" in out) == (COPY_CODE, True)
     assert not differences(tmp_path / "old", trained_run)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import bucket_server
 import numpy as np
@@ -148,16 +149,39 @@ def test_a_full_store_a_wrong_key_and_no_bucket_are_named(faults, tmp_path, monk
         Bucket("s3://bucket/run").sizes()
 
 
-def test_a_store_that_never_answers_a_write_is_given_up(tmp_path, monkeypatch):
+def test_a_store_that_never_answers_is_given_up(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and reads nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "key")
         monkeypatch.setattr(bucket_lib, "OBJECT_S", 1)
         (tmp_path / "file").write_bytes(b"content")
-        for ask in (lambda each: each.write("a", b"b"), lambda each: each.send(tmp_path / "file", "a")):
+        for ask in (
+            lambda each: each.write("a", b"b"),
+            lambda each: each.send(tmp_path / "file", "a"),
+            lambda each: each.read("a"),
+            lambda each: each.sizes(),
+            lambda each: each.receive("a", tmp_path / "to", 5),
+            lambda each: each.remove(["a"]),
+        ):
+            began_s = time.monotonic()
             with pytest.raises(remote.RemoteError):
                 ask(Bucket("s3://bucket/run"))
+            assert time.monotonic() - began_s < 10
+
+
+def test_the_first_error_ends_a_fetch_of_many_files(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(self, name, path, num_bytes):
+        asked.append(name)
+        time.sleep(0.02)
+        raise OSError("gone")
+
+    monkeypatch.setattr(Bucket, "receive", fail)
+    with pytest.raises(OSError, match="gone"):
+        bucket_lib.receive_all(Bucket(tmp_path), {f"{number}": 1 for number in range(500)}, tmp_path / "to")
+    assert len(asked) < 100
 
 
 def test_urls_of_other_kinds_are_refused():
