@@ -271,10 +271,7 @@ def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
     asked = f"{key}={os.fspath(path)}" if key else os.fspath(path)
     to = _caches() / hashlib.sha256(bucket.url.encode()).hexdigest()[:16]
     to.mkdir(parents=True, exist_ok=True)
-    if to not in _in_use:  # until this process ends
-        _in_use[to] = open(to / _USED, "w")  # noqa: SIM115
-        _in_use[to].write(bucket.url)
-        fcntl.flock(_in_use[to], fcntl.LOCK_SH)
+    _use(to, to / _USED, bucket.url)
     with open(to / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this machine may fetch the same
         try:
@@ -300,6 +297,14 @@ def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
     if problems[-1]:
         raise ValueError(f"{asked}: every checkpoint is damaged.")
     return to / CHECKPOINTS / str(steps[len(problems) - 1])
+
+
+def _use(folder: pathlib.Path, lock: pathlib.Path, url: str) -> None:
+    """Keeps a copy from being removed until this process ends."""
+    if folder not in _in_use:
+        _in_use[folder] = open(lock, "w")  # noqa: SIM115
+        _in_use[folder].write(url)
+        fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
 
 
 def staging_folder(url: str, *, key: str) -> pathlib.Path:
@@ -346,34 +351,40 @@ def _caches() -> pathlib.Path:
 def _receive_once(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
     """Fetches a checkpoint that is not in `folder`; returns why it cannot be used, or ""."""
     there, name = folder / str(step) / INTEGRITY_FILE, f"{CHECKPOINTS}/{step}/{INTEGRITY_FILE}"
+    folder.mkdir(exist_ok=True)
+    _use(folder / str(step), folder / f"{_USED}-{step}", bucket.url)
     if there.exists() and there.read_bytes() == bucket.read(name):
         return ""
     print(f"fetching {bucket.url}/{CHECKPOINTS}/{step}", file=sys.stderr, flush=True)
     begin_checkpoint(bucket, step, folder)
     sizes = manifest_sizes((folder / f"{step}{FETCHED}" / INTEGRITY_FILE).read_bytes())
-    _make_room(sum(sizes.values()), folder.parent, url=bucket.url)
+    _make_room(sum(sizes.values()), folder.parent, url=bucket.url, step=step)
     receive_share(bucket, step, folder)
     return finish_checkpoint(bucket, step, folder)
 
 
-def _make_room(num_bytes: int, to: pathlib.Path, *, url: str) -> None:
-    """Removes copies of other folders that no process uses, the oldest first, until the disk has room.
+def _make_room(num_bytes: int, to: pathlib.Path, *, url: str, step: int | None = None) -> None:
+    """Removes copies that no process uses until the disk has room: other steps of the run, then the oldest folders.
 
     Raises:
       ValueError: it never has.
     """
+    steps = [path for path in (to / CHECKPOINTS).glob("*") if path.is_dir()] if step is not None else []
+    copies = [
+        (path.with_name(f"{_USED}-{name}"), path) for path in steps if (name := path.name.split(".")[0]) != str(step)
+    ]
     others = sorted(to.parent.glob(f"*/{_USED}"), key=lambda used: used.stat().st_mtime)
+    copies += [(used, used.parent) for used in others if used.parent != to]
     while shutil.disk_usage(to).free < num_bytes:
-        if not others:
+        if not copies:
             raise ValueError(
                 f"{url} needs {num_bytes:,} bytes, and {shutil.disk_usage(to).free:,} are free in {to.parent}. Free "
                 "some space, or name another disk with XDG_CACHE_HOME."
             )
-        used = others.pop(0)
-        with open(used) as file, contextlib.suppress(OSError):
+        used, copy = copies.pop(0)
+        with open(used, "a") as file, contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if used.parent != to:
-                shutil.rmtree(used.parent)
+            shutil.rmtree(copy)
 
 
 def _receive_changed(bucket: Bucket, versions: Mapping[str, list[Any]], to: pathlib.Path) -> None:

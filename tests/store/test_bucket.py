@@ -254,6 +254,22 @@ def test_copies_that_nobody_uses_make_room_for_new_ones(faults, cache, tmp_path,
         bucket_lib.local_copy(f"{url}/d")
 
 
+def test_old_steps_of_a_run_that_nobody_uses_make_room_for_its_newest(faults, cache, tmp_path, monkeypatch):
+    url, sent = f"s3://bucket/{tmp_path.name}", write_checkpoint(tmp_path / "5")
+    copies = []
+    for step in (5, 12, 20):
+        send(Bucket(url), sent, step)
+        if step < 20:
+            copies.append(bucket_lib.local_copy(url))
+    bucket_lib._in_use.pop(copies[0]).close()
+    usage = bucket_lib.shutil.disk_usage(tmp_path)
+    free = lambda _: usage._replace(free=1 if copies[0].exists() else 1 << 30)  # noqa: E731
+    monkeypatch.setattr(bucket_lib.shutil, "disk_usage", free)
+    newest = bucket_lib.local_copy(url)
+    assert [copy.exists() for copy in (*copies, newest)] == [False, True, True]
+    assert contents(newest) == contents(sent)
+
+
 def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path):
     url = f"s3://bucket/{tmp_path.name}"
     staged = bucket_lib.staging_folder(url, key="--out")
