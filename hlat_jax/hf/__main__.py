@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -156,7 +157,9 @@ def _paths(
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}) are too many. Name {expected}.")
     out = staging_folder(values.out, key="--out")
-    if not is_bucket(values.out):  # else the files of an interrupted export there are replaced
+    if is_bucket(values.out):
+        shutil.rmtree(out, ignore_errors=True)  # of an export that was cut short
+    else:
         check_new_folder(out, key="--out")
     return local_copy(words[0]), out
 

@@ -99,8 +99,10 @@ class Copier:
             try:
                 _probe(self._bucket, f"{PROBE}-{jax.process_index()}")
                 steps = self._compare(own) if distributed.is_first() else []
-            except remote.RemoteError as error:
+            except (remote.RemoteError, PermissionError) as error:
                 if not own or not _newest_local(self._workdir):
+                    if isinstance(error, PermissionError):
+                        raise _cannot_be_written(self._bucket, error) from None
                     raise OSError(f"{KEY}={self._bucket.url} cannot be reached: {error}.") from None
                 self._fail(f"{self._bucket.url} cannot be reached: {error}")
                 steps = []
@@ -113,6 +115,7 @@ class Copier:
         """Offers the newest checkpoint of the run folder, as a kill may have cut its copy short."""
         if self._bucket is not None and distributed.is_first():
             atomic_files.write_json(self._workdir / RUN_RECORD, {"run": self._run})
+            self._work.append(self._thread.submit(self._claim))  # if it fails, the first copy tries again
         self.offer(max(saved_steps(self._workdir / CHECKPOINTS), default=0))
 
     def offer(self, step: int) -> None:
@@ -145,6 +148,9 @@ class Copier:
         bucket, local = self._bucket, _newest_local(self._workdir)
         content, steps = bucket.read(RUN_RECORD), whole_steps(bucket.sizes(under=CHECKPOINTS))
         theirs = _run_of(content)
+        is_copy = b'"start"' in (content or b"")  # else the record is that of a run folder, or there is none
+        if not is_copy and (steps or bucket.read("config.json") is not None):
+            raise ValueError(f"{KEY}={bucket.url} is a run folder, no copy of one. Give a new folder for the copies.")
         if (local or own) and (theirs or steps) and theirs != own:
             raise ValueError(
                 f"{KEY}={bucket.url} holds the checkpoints of another run than {self._workdir}; give a folder of the "
@@ -238,6 +244,8 @@ class Copier:
         manifest, began_s = (folder / INTEGRITY_FILE).read_bytes(), time.monotonic()
         sizes, there = manifest_sizes(manifest), bucket.sizes(under=under)
         is_first, mark = distributed.is_first(), f"{under}/{INTEGRITY_FILE}"
+        if is_first:
+            self._claim()  # before anything of a later start is removed or replaced
         if mark in there:
             if bucket.read(mark) == manifest:
                 return
@@ -253,7 +261,7 @@ class Copier:
         if not is_first:
             return
         self._await_shards(under, {name: size for name, size in sizes.items() if owners[name] is not None})
-        self._claim()
+        self._claim()  # once more, as the shards may have taken long
         self._send_run_files()
         bucket.write(mark, manifest)
         names = {f"{under}/{name}" for name in (*sizes, INTEGRITY_FILE)}
@@ -322,20 +330,28 @@ class Copier:
 
 
 def _probe(bucket: Bucket, name: str) -> None:
-    """Writes, reads and removes a small object. Raises ValueError if the store refuses it, else as `remote.retry`."""
+    """Writes, reads and removes a small object.
+
+    Raises:
+      ValueError: there is no such bucket, or it does not keep what is written.
+      OSError: as `remote.retry`, such as a PermissionError.
+    """
     content = secrets.token_bytes(16)
     try:
         bucket.write(name, content)
         found = bucket.read(name)
         bucket.remove([name])
-    except remote.RemoteError:
+    except (remote.RemoteError, PermissionError):
         raise
     except OSError as error:
-        raise ValueError(
-            f"{KEY}={bucket.url} cannot be written: {error}. Check the name and the credentials, or leave the key out."
-        ) from None
+        raise _cannot_be_written(bucket, error) from None
     if found != content:
         raise ValueError(f"{KEY}={bucket.url} does not return what was written to it; give another store.")
+
+
+def _cannot_be_written(bucket: Bucket, error: OSError) -> ValueError:
+    advice = "Check the name and the credentials, or leave the key out."
+    return ValueError(f"{KEY}={bucket.url} cannot be written: {error}. {advice}")
 
 
 def _owner(name: str) -> int | None:

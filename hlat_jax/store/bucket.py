@@ -31,6 +31,7 @@ from hlat_jax.store.integrity import INTEGRITY_FILE, damage_of_share
 
 CHECKPOINTS = "checkpoints"
 PROBE = ".probe"  # in the name of an object that only shows that the store can be written
+_UNFINISHED = ".unfinished"  # an object beside those of a `send_staged` that has not ended
 FETCHED = ".fetched"  # suffix of the folder of a checkpoint that is being fetched
 OBJECT_S = 60  # how long a request for one object is tried
 _BLOCK_BYTES = 32 << 20
@@ -68,13 +69,14 @@ class Bucket:
         # an instance of its own: others of the process share theirs, with its tries and its listings
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         self._filesystem, self._path = remote.filesystem_of(self.url, num_tries=_PART_TRIES, **options)
+        self._limit = {} if self._is_local else {"timeout": OBJECT_S}  # of one call, with the tries of the client
 
     def sizes(self, *, under: str = "") -> dict[str, int]:
         """Returns the bytes of each object by its name, of all or of those in the folder `under`."""
 
         def find() -> dict[str, Any]:
             try:
-                return self._filesystem.find(self._where(under), detail=True)
+                return self._filesystem.find(self._where(under), detail=True, **self._limit)
             except FileNotFoundError:
                 if not self._is_local:  # no such bucket
                     raise
@@ -86,7 +88,7 @@ class Bucket:
 
     def versions(self) -> dict[str, list[Any]]:
         """Returns the bytes, and what tells versions apart, of each object by its name."""
-        found = self._retry(lambda: self._filesystem.find(self._path, detail=True))
+        found = self._retry(lambda: self._filesystem.find(self._path, detail=True, **self._limit))
         return {
             name.removeprefix(f"{self._path}/"): [info["size"], str(info.get("ETag") or info.get("mtime", ""))]
             for name, info in found.items()
@@ -95,7 +97,7 @@ class Bucket:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a small object; None if there is none."""
         try:
-            return self._retry(lambda: self._filesystem.cat_file(self._where(name)))
+            return self._retry(lambda: self._filesystem.cat_file(self._where(name), **self._limit))
         except FileNotFoundError:
             return None
 
@@ -127,7 +129,7 @@ class Bucket:
 
         def read_block(start: int) -> bytes:
             stop = min(start + _BLOCK_BYTES, num_bytes)
-            block = self._filesystem.cat_file(self._where(name), start=start, end=stop)
+            block = self._filesystem.cat_file(self._where(name), start=start, end=stop, **self._limit)
             if len(block) != stop - start:
                 raise OSError(f"{name}: {len(block):,} bytes came instead of {stop - start:,}")
             return block
@@ -143,7 +145,7 @@ class Bucket:
                 (pathlib.Path(self._path) / name).unlink(missing_ok=True)
         elif names:
             with contextlib.suppress(FileNotFoundError):
-                self._retry(lambda: self._filesystem.rm([self._where(name) for name in names]))
+                self._retry(lambda: self._filesystem.rm([self._where(name) for name in names], **self._limit))
 
     def remove_checkpoint(self, step: int) -> None:
         """Removes a checkpoint, its manifest first."""
@@ -197,7 +199,12 @@ def receive_all(
 
     _check_names(sizes, url=bucket.url)
     with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-        list(pool.map(receive, sizes.items()))
+        try:
+            for work in concurrent.futures.as_completed([pool.submit(receive, item) for item in sizes.items()]):
+                work.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # else all other files are tried too
+            raise
 
 
 def begin_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> None:
@@ -264,10 +271,7 @@ def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
     asked = f"{key}={os.fspath(path)}" if key else os.fspath(path)
     to = _caches() / hashlib.sha256(bucket.url.encode()).hexdigest()[:16]
     to.mkdir(parents=True, exist_ok=True)
-    if to not in _in_use:  # until this process ends
-        _in_use[to] = open(to / _USED, "w")  # noqa: SIM115
-        _in_use[to].write(bucket.url)
-        fcntl.flock(_in_use[to], fcntl.LOCK_SH)
+    _use(to, to / _USED, bucket.url)
     with open(to / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this machine may fetch the same
         try:
@@ -295,8 +299,18 @@ def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
     return to / CHECKPOINTS / str(steps[len(problems) - 1])
 
 
+def _use(folder: pathlib.Path, lock: pathlib.Path, url: str) -> None:
+    """Keeps a copy from being removed until this process ends."""
+    if folder not in _in_use:
+        _in_use[folder] = open(lock, "w")  # noqa: SIM115
+        _in_use[folder].write(url)
+        fcntl.flock(_in_use[folder], fcntl.LOCK_SH)
+
+
 def staging_folder(url: str, *, key: str) -> pathlib.Path:
     """Returns the local folder in which the content of a new folder of a bucket is made; a local path as it is.
+
+    It has the files of an earlier try that was cut short, if there are any.
 
     Raises:
       ValueError: there is something at the URL already, or it cannot be written; `key` is the flag that has it.
@@ -305,7 +319,8 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
         return pathlib.Path(url)
     bucket = Bucket(url, key=key)
     try:
-        if bucket.sizes():
+        names = {name for name in bucket.sizes() if not name.startswith(PROBE)}
+        if names and _UNFINISHED not in names:
             raise ValueError(f"{key}={url} exists already. Give another folder, or remove it.")
         bucket.write(PROBE, b"")
         bucket.remove([PROBE])
@@ -318,9 +333,12 @@ def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
     """Sends a `staging_folder` to its bucket, the file `last` after all others, and removes it; not a local folder."""
     if is_bucket(url):
         bucket = Bucket(url)
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        for name in (*sorted({*names} - {last}), last):
+        bucket.write(_UNFINISHED, b"")
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        bucket.remove(bucket.sizes().keys() - (names - {last}) - {_UNFINISHED})  # of an earlier try
+        for name in (*sorted(names - {last}), last):
             bucket.send(folder / name, name)
+        bucket.remove([_UNFINISHED])
         shutil.rmtree(folder)
 
 
@@ -333,34 +351,40 @@ def _caches() -> pathlib.Path:
 def _receive_once(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
     """Fetches a checkpoint that is not in `folder`; returns why it cannot be used, or ""."""
     there, name = folder / str(step) / INTEGRITY_FILE, f"{CHECKPOINTS}/{step}/{INTEGRITY_FILE}"
+    folder.mkdir(exist_ok=True)
+    _use(folder / str(step), folder / f"{_USED}-{step}", bucket.url)
     if there.exists() and there.read_bytes() == bucket.read(name):
         return ""
     print(f"fetching {bucket.url}/{CHECKPOINTS}/{step}", file=sys.stderr, flush=True)
     begin_checkpoint(bucket, step, folder)
     sizes = manifest_sizes((folder / f"{step}{FETCHED}" / INTEGRITY_FILE).read_bytes())
-    _make_room(sum(sizes.values()), folder.parent, url=bucket.url)
+    _make_room(sum(sizes.values()), folder.parent, url=bucket.url, step=step)
     receive_share(bucket, step, folder)
     return finish_checkpoint(bucket, step, folder)
 
 
-def _make_room(num_bytes: int, to: pathlib.Path, *, url: str) -> None:
-    """Removes copies of other folders that no process uses, the oldest first, until the disk has room.
+def _make_room(num_bytes: int, to: pathlib.Path, *, url: str, step: int | None = None) -> None:
+    """Removes copies that no process uses until the disk has room: other steps of the run, then the oldest folders.
 
     Raises:
       ValueError: it never has.
     """
+    steps = [path for path in (to / CHECKPOINTS).glob("*") if path.is_dir()] if step is not None else []
+    copies = [
+        (path.with_name(f"{_USED}-{name}"), path) for path in steps if (name := path.name.split(".")[0]) != str(step)
+    ]
     others = sorted(to.parent.glob(f"*/{_USED}"), key=lambda used: used.stat().st_mtime)
+    copies += [(used, used.parent) for used in others if used.parent != to]
     while shutil.disk_usage(to).free < num_bytes:
-        if not others:
+        if not copies:
             raise ValueError(
                 f"{url} needs {num_bytes:,} bytes, and {shutil.disk_usage(to).free:,} are free in {to.parent}. Free "
                 "some space, or name another disk with XDG_CACHE_HOME."
             )
-        used = others.pop(0)
-        with open(used) as file, contextlib.suppress(OSError):
+        used, copy = copies.pop(0)
+        with open(used, "a") as file, contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if used.parent != to:
-                shutil.rmtree(used.parent)
+            shutil.rmtree(copy)
 
 
 def _receive_changed(bucket: Bucket, versions: Mapping[str, list[Any]], to: pathlib.Path) -> None:

@@ -1,5 +1,6 @@
 """A run with `checkpoint.copy_to` outlives its disk: a real server of S3 that fails, kills, and another disk."""
 
+import concurrent.futures
 import re
 import shutil
 import signal
@@ -16,6 +17,7 @@ from hlat_jax.run.copying import COPY_CODE
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store import bucket as bucket_lib
 from hlat_jax.store.bucket import Bucket, whole_steps
+from hlat_jax.store.integrity import seal
 
 pytest.importorskip("moto", reason="pip install 'hlat_jax[test]'")
 pytestmark = pytest.mark.xdist_group("copying")
@@ -137,9 +139,13 @@ def test_an_unreachable_store_refuses_a_new_run_but_no_old_one(train, trained_ru
     assert refused(train(tmp_path / "new"), url, "cannot be reached") == 1
     faults.down = False
     assert train(tmp_path / "old", f"train.num_steps={HALF}")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "expired")
+        code, out, _ = train(tmp_path / "old", "train.num_steps=15")
+    assert (code, "copy FAILED" in out, f"resuming from step {HALF} of" in out) == (COPY_CODE, True, True)
     faults.down = True
     code, out, _ = train(tmp_path / "old")
-    assert (code, f"resuming from step {HALF} of" in out) == (COPY_CODE, True)
+    assert (code, "resuming from step 15 of" in out) == (COPY_CODE, True)
     assert not differences(tmp_path / "old", trained_run)
 
 
@@ -242,9 +248,51 @@ def test_a_start_that_was_superseded_copies_nothing_more(train, url, tmp_path):
     copier.close()
 
 
+def test_an_older_job_leaves_the_checkpoints_of_a_newer_one(url, tmp_path):
+    older, newer = (copying.Copier(_config(tmp_path, url), tmp_path / name) for name in ("older", "newer"))
+    for copier, steps in ((older, [10]), (newer, [12, 20]), (older, [20, 24])):
+        copier._run = "run"
+        for step in steps:
+            _write_checkpoint(copier._workdir, step)
+            copier.offer(step)
+            concurrent.futures.wait(copier._work)
+        if steps == [12, 20]:
+            before = Bucket(url).versions()
+            assert whole(url) == [20, 12]
+    assert Bucket(url).versions() == before
+    assert "another start of the run" in older.problem
+    for copier in (older, newer):
+        copier.close()
+
+
+def _write_checkpoint(workdir, step):
+    """Writes files that differ in each run folder, with their checksums."""
+    folder = workdir / "checkpoints" / str(step)
+    (folder / "state").mkdir(parents=True)
+    (folder / "state/data").write_text(f"{workdir.name} {step}")
+    seal(folder, ["state/data"])
+
+
 def test_the_run_folder_itself_is_no_place_for_copies(train, tmp_path):
     result = train(tmp_path / "run", f"checkpoint.copy_to={tmp_path / 'run'}")
     assert refused(result, "checkpoint.copy_to", "run folder itself") == 2
+
+
+@pytest.mark.parametrize("record", [None, b'{"run": "other"}'])  # with it, the other run has copies too
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_another_runs_folder_is_no_place_for_copies(train, tmp_path, record, has_checkpoint):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "metrics.jsonl").write_text("")
+    if has_checkpoint:
+        _write_checkpoint(other, 5)
+    if record is not None:
+        (other / "copied_run.json").write_bytes(record)
+    before = {path: path.is_file() and path.read_bytes() for path in other.rglob("*")}
+    result = train(tmp_path / "run", f"checkpoint.copy_to={other}")
+    assert refused(result, f"checkpoint.copy_to={other} is a run folder") == 2
+    assert {path: path.is_file() and path.read_bytes() for path in other.rglob("*")} == before
 
 
 def _config(folder, url):
@@ -264,7 +312,12 @@ def test_weights_are_read_from_a_bucket_as_from_a_disk(train, url, tmp_path, mon
     assert texts[0][0] == 0
     assert texts[0] == texts[1]
     out = f"{url}-hf"
-    assert hf_main(["hf", "export", url, f"--out={out}"][1:]) == 0
+    with monkeypatch.context() as patch:
+        send = Bucket.send
+        patch.setattr(Bucket, "send", lambda self, path, name: send(self, path.with_name("gone"), name))
+        assert hf_main(["export", url, f"--out={out}"]) == 1
+    assert not Bucket(out).sizes().keys() - {".unfinished"}
+    assert hf_main(["export", url, f"--out={out}"]) == 0
     assert hf_main(["hf", "export", str(tmp_path / "run"), f"--out={tmp_path / 'hf'}"][1:]) == 0
     local = {path.name: path.stat().st_size for path in (tmp_path / "hf").iterdir()}
     assert Bucket(out).sizes() == local

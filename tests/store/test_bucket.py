@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import bucket_server
 import numpy as np
@@ -148,16 +149,39 @@ def test_a_full_store_a_wrong_key_and_no_bucket_are_named(faults, tmp_path, monk
         Bucket("s3://bucket/run").sizes()
 
 
-def test_a_store_that_never_answers_a_write_is_given_up(tmp_path, monkeypatch):
+def test_a_store_that_never_answers_is_given_up(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and reads nothing
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "key")
         monkeypatch.setattr(bucket_lib, "OBJECT_S", 1)
         (tmp_path / "file").write_bytes(b"content")
-        for ask in (lambda each: each.write("a", b"b"), lambda each: each.send(tmp_path / "file", "a")):
+        for ask in (
+            lambda each: each.write("a", b"b"),
+            lambda each: each.send(tmp_path / "file", "a"),
+            lambda each: each.read("a"),
+            lambda each: each.sizes(),
+            lambda each: each.receive("a", tmp_path / "to", 5),
+            lambda each: each.remove(["a"]),
+        ):
+            began_s = time.monotonic()
             with pytest.raises(remote.RemoteError):
                 ask(Bucket("s3://bucket/run"))
+            assert time.monotonic() - began_s < 10
+
+
+def test_the_first_error_ends_a_fetch_of_many_files(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(self, name, path, num_bytes):
+        asked.append(name)
+        time.sleep(0.02)
+        raise OSError("gone")
+
+    monkeypatch.setattr(Bucket, "receive", fail)
+    with pytest.raises(OSError, match="gone"):
+        bucket_lib.receive_all(Bucket(tmp_path), {f"{number}": 1 for number in range(500)}, tmp_path / "to")
+    assert len(asked) < 100
 
 
 def test_urls_of_other_kinds_are_refused():
@@ -230,6 +254,22 @@ def test_copies_that_nobody_uses_make_room_for_new_ones(faults, cache, tmp_path,
         bucket_lib.local_copy(f"{url}/d")
 
 
+def test_old_steps_of_a_run_that_nobody_uses_make_room_for_its_newest(faults, cache, tmp_path, monkeypatch):
+    url, sent = f"s3://bucket/{tmp_path.name}", write_checkpoint(tmp_path / "5")
+    copies = []
+    for step in (5, 12, 20):
+        send(Bucket(url), sent, step)
+        if step < 20:
+            copies.append(bucket_lib.local_copy(url))
+    bucket_lib._in_use.pop(copies[0]).close()
+    usage = bucket_lib.shutil.disk_usage(tmp_path)
+    free = lambda _: usage._replace(free=1 if copies[0].exists() else 1 << 30)  # noqa: E731
+    monkeypatch.setattr(bucket_lib.shutil, "disk_usage", free)
+    newest = bucket_lib.local_copy(url)
+    assert [copy.exists() for copy in (*copies, newest)] == [False, True, True]
+    assert contents(newest) == contents(sent)
+
+
 def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path):
     url = f"s3://bucket/{tmp_path.name}"
     staged = bucket_lib.staging_folder(url, key="--out")
@@ -241,3 +281,59 @@ def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path)
     assert not staged.exists()
     with pytest.raises(ValueError, match=f"--out={url} exists already"):
         bucket_lib.staging_folder(url, key="--out")
+
+
+def test_a_staged_folder_that_was_sent_in_part_is_sent_again(faults, cache, tmp_path, monkeypatch):
+    url = f"s3://bucket/{tmp_path.name}"
+    staged = bucket_lib.staging_folder(url, key="--out")
+    write_checkpoint(staged)
+    (staged / "of_an_older_try").write_bytes(b"")
+    monkeypatch.setattr(Bucket, "send", cut_after(2))
+    with pytest.raises(OSError, match="cut"):
+        bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert "run/metadata" not in Bucket(url).sizes()
+    Bucket(url).write(f"{bucket_lib.PROBE}-0", b"")  # left by a kill
+    assert bucket_lib.staging_folder(url, key="--out") == staged
+    (staged / "of_an_older_try").unlink()
+    bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
+
+
+def test_a_folder_of_other_files_is_not_written_into(faults, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    Bucket(url).write(f"{bucket_lib.PROBE}-0", b"")
+    bucket_lib.staging_folder(url, key="--out")
+    Bucket(url).write("notes.txt", b"")
+    with pytest.raises(ValueError, match=f"--out={url} exists already"):
+        bucket_lib.staging_folder(url, key="--out")
+
+
+def cut_after(count):
+    """Returns a `Bucket.send` that fails once, after so many calls."""
+    send, calls = Bucket.send, []
+
+    def cut(self, *args):
+        calls.append(args)
+        if len(calls) == count + 1:
+            raise OSError("cut")
+        send(self, *args)
+
+    return cut
+
+
+def test_a_build_that_was_cut_in_mid_upload_is_resumed(faults, cache, tmp_path, monkeypatch, data_here):
+    url = f"s3://bucket/{tmp_path.name}"
+    lines = [json.dumps({"text": f"Document {number}. " + "abc " * 500}) for number in range(2000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    words = ("build", tmp_path / "a.jsonl", "--shard_mb=1")
+    monkeypatch.setattr(Bucket, "send", cut_after(2))
+    assert data_here(*words, f"--out={url}")[0] != 0
+    code, _, err = data_here(*words, f"--out={url}")
+    assert code == 0, err
+    assert data_here(*words, f"--out={tmp_path / 'built'}")[0] == 0
+    local = {path.name: path.stat().st_size for path in (tmp_path / "built").iterdir()}
+    assert len(local) >= 5
+    assert Bucket(url).sizes() == local
+    code, _, err = data_here(*words, f"--out={url}")
+    assert code == 2
+    assert_names(err, url, "exists already")
