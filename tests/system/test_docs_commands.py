@@ -33,8 +33,8 @@ TEMPLATE = (
 # What is run in place of a command: pattern, replacement, why. The first that fits counts.
 CHECKED = (
     (r"^(pip install|git clone|cd|pytest)\b.*", "true", ".ci/run begins with them"),
-    (r"^(sbatch .*)", "true", "a cluster"),
-    (r"^(aws s3 cp|python -m hlat_jax.data build s3:).*", "true", "a bucket"),
+    (r"^((?:\w+=\S+ )?sbatch .*)", "true", "a cluster"),
+    (r"^(?:aws s3 cp|python .*(?<!copy_to=)s3:).*", "true", "a bucket"),
     (r"^srun \S+ launch/node.sh", f"{_SLURM} {_NODE}", "a cluster"),
     (r"^mpirun .*? launch/node.sh", f"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 {_NODE}", "a cluster"),
     (r"^launch/node.sh (?!--dry-run)", f"{_NODE} ", "several nodes"),
