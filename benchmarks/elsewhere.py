@@ -9,9 +9,9 @@ enough. Temporaries are XLA's allocation for the loss and its gradients on one C
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -181,8 +181,11 @@ def measured(case: Case, loss: Callable) -> tuple[float, float, int]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=f"of {', '.join(CASES)}")
+    names = parser.parse_args().names
     print(f"{'package':22} {'loss':>9} {'plain':>10} {'theirs':>10} {'chunk':>10}  of it  differs by")
-    for name in sys.argv[1:] or CASES:
+    for name in names or CASES:
         package = PACKAGES.get(name, name)
         try:
             case, title = CASES[name](), f"{package} {importlib.metadata.version(package)}"
