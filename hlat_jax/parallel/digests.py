@@ -39,7 +39,7 @@ def make_digest(
     """
     specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
 
-    def run(tree: Any, probe: jax.Array) -> jax.Array:
+    def state_digest(tree: Any, probe: jax.Array) -> jax.Array:
         leaves = jax.tree.leaves(tree)
         own_shapes = [leaf.shape for leaf in leaves] if shapes is None else shapes(tree)
 
@@ -54,7 +54,7 @@ def make_digest(
         of_devices = jax.shard_map(digest, mesh=mesh, in_specs=in_specs, out_specs=P(mesh.axis_names), check_vma=False)
         return of_devices(leaves, places, probe)
 
-    return run
+    return state_digest
 
 
 def _shard_sum(mesh: Any, places: dict[str, jax.Array], shard: jax.Array, spec: P, shape: tuple[int, ...]) -> jax.Array:

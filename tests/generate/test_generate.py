@@ -275,7 +275,7 @@ def test_a_tokenizer_is_given_where_the_folder_has_none(padded, generate_here, e
     given = f"--tokenizer={padded[0] / 'tokenizer.model'}"
     own = generate_here(f"--checkpoint={padded[0]}", *words)[:2]
     assert generate_here(f"--checkpoint={tmp_path}", given, *words)[:2] == own
-    assert_refused(evaluate_here(f"--checkpoint={tmp_path}", given, "--validation"), f"--validation: {tmp_path}")
+    assert_refused(evaluate_here(f"--checkpoint={tmp_path}", given, "--validation"), f"{tmp_path} holds weights")
 
 
 def test_closed_stdout_exits_without_a_traceback():

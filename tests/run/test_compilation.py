@@ -119,7 +119,7 @@ def test_fingerprints_do_not_depend_on_folder_or_source_lines(tmp_path):
         words.append("--config.parallel.tensor=2")
         printed = subprocess.run(words, env=env, cwd=folder, check=True, capture_output=True, text=True).stdout
         found.append(dict(re.findall(r"^(\w+) +([0-9a-f]{16}) ", printed, re.MULTILINE)))
-    assert set(found[0]) == {*PROGRAMS, "start", "microbatch", "update"} - {"train", "init"}  # on Neuron
+    assert set(found[0]) == {*PROGRAMS, "digest", "start", "microbatch", "update"} - {"train", "init"}  # on Neuron
     assert found[0] == found[1]
 
 
@@ -144,10 +144,10 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(prompt, more, tm
 
     jax.clear_caches()
     train(3)
-    names = sorted(["decode", "eval_step", "initial", "state_norms", "train_step", *more])
+    names = sorted(["decode", "eval_step", "initial", "state_digest", "state_norms", "train_step", *more])
     assert sorted(compiled) == [f"jit({name})" for name in names]
     before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
-    assert before == {name: predicted(name, resolve(c), platform="cpu") for name in (*PROGRAMS, *more)}
+    assert before == {name: predicted(name, resolve(c), platform="cpu") for name in (*PROGRAMS, "digest", *more)}
     train(7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before

@@ -59,6 +59,8 @@ class _NotCompiled:
         self.program = program
 
     def compile(self, name):
+        if name == "digest":  # of no arrays, by a device that adds otherwise: nothing is compared
+            return lambda *_: jax.numpy.zeros((jax.device_count(), 1), "uint32")
         return lambda *_: self.program.abstract_state
 
     def write(self, workdir):

@@ -92,7 +92,7 @@ def test_restart_repeats_a_frozen_command_and_ends_its_children(tmp_path):
     assert (tmp_path / "starts").read_text() == "xx"
     frozen, again = [line for line in done.stderr.splitlines() if not line.startswith(str(LAUNCH))]
     assert_names(frozen, f"error: {tmp_path}/alive.json ", "2 s")
-    assert_names(again, " 124;", "restart 1 of 10", "step 0", "0 s")
+    assert_names(again, " 124,", "restart 1 of 10", "step 0", "0 s")
     status = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()  # ended, though nobody may have asked
 
