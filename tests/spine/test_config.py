@@ -301,7 +301,7 @@ FIELDS = {
     "checkpoint.keep_every_steps": in_run(1, part="checkpoints"),
     "checkpoint.keep_best": in_run(True, part="checkpoints", given={"checkpoint.every_steps": 0}),
     "checkpoint.export_every_steps": in_run(4, part="huggingface", group="a"),
-    "checkpoint.copy_to": in_run("FOLDER/copies", part="copied", group="a"),
+    "checkpoint.copy_to": in_run("FOLDER/copies", part="copied"),
     "metrics.log_every_steps": in_run(1, part="progress", group="a"),
     "metrics.console": in_run("off", part="progress", group="b"),
     "metrics.tensorboard": in_run(True, part="tensorboard", group="a"),
