@@ -55,7 +55,7 @@ Probe = Callable[[pathlib.Path], object]
 class _NotCompiled:
     """Stands in for the programs of a run, which take seconds: it ends once it is open."""
 
-    def __init__(self, program):
+    def __init__(self, program, *, beside=None):
         self.program = program
 
     def compile(self, name):
