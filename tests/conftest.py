@@ -198,3 +198,21 @@ def one_torch_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The faults of a server of S3 on this machine, which the tests of a module share."""
+    import bucket_server
+
+    with bucket_server.serve() as (faults, _):
+        yield faults
+
+
+@pytest.fixture
+def faults(server):
+    """The faults of `server`; there are none at the beginning of a test."""
+    import bucket_server
+
+    vars(server).update(vars(bucket_server.Faults()))
+    return server

@@ -57,7 +57,7 @@ class TrainedModel:
         return [self.tokenizer.bos_id] if bos else []
 
 
-_CHECKPOINT = "Run folder, one of its checkpoints, or a Hugging Face folder; also in a bucket."
+_CHECKPOINT = "Run folder, one of its checkpoints, or a Hugging Face folder, also in a bucket."
 
 
 def define(values: flags.FlagValues) -> None:

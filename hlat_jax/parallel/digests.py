@@ -82,7 +82,7 @@ def _sum(words: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _hash(words: Any, index: Any) -> Any:
-    """Returns a hash of each word and its index, uint32; for NumPy arrays too."""
+    """Returns a uint32 hash of each word and its index, also for NumPy arrays."""
     factor = index * np.uint32(0x9E3779B1)
     factor = (factor ^ (factor >> np.uint32(16))) * np.uint32(0x7FEB352D)
     mixed = words * (factor | np.uint32(1))
@@ -104,8 +104,8 @@ class Difference:
     """Replicas of one part of an array whose digests differ.
 
     Attributes:
-      array: index of the array; after the last one, the probe.
-      devices: places in the mesh of the devices in the minority; of all `replicas` where no majority exists.
+      array: index of the array. The probe comes after the last one.
+      devices: places in the mesh of the devices in the minority, or of all `replicas` if no majority exists.
       replicas: places of all devices that hold this part.
     """
 
@@ -121,7 +121,7 @@ class Replicas:
     groups: Sequence[Sequence[tuple[int, ...]]]
 
     def differences(self, digests: np.ndarray) -> list[Difference]:
-        """Returns the replicas that differ, from the digests of all devices; the probe is compared over all."""
+        """Returns the replicas that differ, from the digests of all devices. The probe is compared over all."""
         found = []
         for array, groups in enumerate([*self.groups, [tuple(range(len(digests)))]]):
             for group in groups:
@@ -156,6 +156,6 @@ def find_replicas(arrays: Any, mesh: Mesh) -> Replicas:
 
 
 def adds_exactly(digests: np.ndarray) -> bool:
-    """Returns whether the devices have summed the probe as integers are summed; all have the same sum."""
+    """Returns whether the devices have summed the probe as integers are summed. All have the same sum."""
     expected = _hash(PROBE, np.arange(PROBE.size, dtype=np.uint32)).sum(dtype=np.uint32)
     return int(digests[0, -1]) == int(expected)

@@ -120,7 +120,7 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
 
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
-    """Returns whether a policy casts to fp16, so that gradients need a loss scale; see `step.loss_scale`."""
+    """Returns whether a policy casts to fp16, so that gradients need a loss scale, see `step.loss_scale`."""
     cast_policy = POLICIES.get(policy) if isinstance(policy, str) else policy
     return cast_policy is not None and jnp.dtype(cast_policy.compute) == jnp.float16
 

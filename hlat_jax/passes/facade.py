@@ -178,13 +178,20 @@ def chunk(
       fn: the function. Without it, the result is a decorator.
       max_bytes, rules, check: as for `chunk_pass.chunk`.
     """
+    parse_bytes(max_bytes, name="max_bytes")  # at once, and not when the decorator is applied
     if fn is None:
         return functools.partial(chunk, max_bytes=max_bytes, rules=rules, check=check)
     return Passed("chunk", fn, chunk_pass.chunk(fn, max_bytes=max_bytes, rules=rules, check=check))
 
 
-def select_residuals(fn: _Fn) -> Any:
-    """Returns the function with fewer bytes kept for its backward pass, see `residuals.select_residuals`."""
+def select_residuals(fn: _Fn | None = None) -> Any:
+    """Returns the function with fewer bytes kept for its backward pass, see `residuals.select_residuals`.
+
+    Args:
+      fn: the function. Without it, the result is a decorator.
+    """
+    if fn is None:
+        return select_residuals
     return Passed("select_residuals", fn, residuals.select_residuals(fn))
 
 
@@ -208,7 +215,7 @@ def remat(
     Raises:
       ValueError: a budget that is not a size, or (BudgetNotMet) at a call a budget that no program fits.
     """
-    parse_bytes(budget, name="budget")
+    parse_bytes(budget, name="budget")  # at once, and not when the function is called
     if fn is None:
         return functools.partial(remat, budget=budget, step=step, options=options)
     return Passed("remat", fn, _WithinBudget(fn, budget, step, options))

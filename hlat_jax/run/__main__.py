@@ -67,7 +67,7 @@ def _goodput(argv: Sequence[str]) -> int:
 
 def _watch(argv: Sequence[str]) -> int:
     values, default = flags.FlagValues(), watch_lib.Limits()
-    about = "Seconds without a new step or phase that are an alert; longer than a compilation. 0: never."
+    about = "Seconds without a new step or phase that are an alert. Give more than a compilation takes. 0 means never."
     flags.DEFINE_float("stalled_s", default.stalled_s, about, 0.0, flag_values=values)
     about = "A spike is so many standard deviations above the last 128 steps, unless train.spikes finds them."
     flags.DEFINE_float("spike_sigmas", default.spike_sigmas, about, 1.0, flag_values=values)

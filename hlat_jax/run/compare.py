@@ -43,7 +43,7 @@ def compare(first: pathlib.Path, second: pathlib.Path, *, plot: str = "") -> str
         raise ValueError(f"{first} and {second} are runs of different models: {'; '.join(models[:3])}.")
     steps = sorted(rows[0].keys() & rows[1].keys())
     if not steps:
-        raise ValueError(f"{first} and {second} have no step in common; see their {ROWS_FILE}.")
+        raise ValueError(f"{first} and {second} have no step in common. See their {ROWS_FILE}.")
     found = {}  # quantity -> (first step, its two values, the largest difference relative to the first run)
     for name in _QUANTITIES:
         pairs = [(step, rows[0][step].get(name), rows[1][step].get(name)) for step in steps]
@@ -120,7 +120,7 @@ def _matches(key: str, patterns: tuple[str, ...], ignored: tuple[str, ...]) -> b
 
 
 def _distance(first: Any, second: Any) -> float:
-    """Returns the difference of two numbers relative to the first; NaN for others."""
+    """Returns the difference of two numbers relative to the first, or NaN for other values."""
     if isinstance(first, str) or not math.isfinite(first) or not math.isfinite(second):
         return math.nan
     return abs(first - second) / max(abs(first), 1e-30)

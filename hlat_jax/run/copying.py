@@ -61,7 +61,7 @@ class _Record(TypedDict):
 
 
 class Copier:
-    """Copies the checkpoints of one run to `checkpoint.copy_to`, if that is set; every process has one."""
+    """Copies the checkpoints of one run to `checkpoint.copy_to`, if this key is set. Every process has a copier."""
 
     def __init__(self, config: Config, workdir: pathlib.Path):
         """Sends no request. Raises ValueError for a URL that is not of a bucket, and for the run folder itself."""
@@ -76,17 +76,17 @@ class Copier:
         if (url := config.checkpoint.copy_to) == "":
             return
         if not is_bucket(url) and local_path(url, key=KEY, use="bucket").resolve() == workdir.resolve():
-            raise ValueError(f"{KEY}={url} is the run folder itself; give a bucket, or a folder of another disk.")
+            raise ValueError(f"{KEY}={url} is the run folder itself. Give a bucket, or a folder of another disk.")
         self._bucket = Bucket(url, key=KEY, ended=self._ended)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-copy")
 
     @property
     def reading_step(self) -> int:
-        """The step of the checkpoint that is being sent; 0 without one."""
+        """The step of the checkpoint that is being sent, or 0."""
         return self._reading or (0 if self._step in self._sent else self._step)
 
     def open(self, signals: StopSignals) -> None:
-        """Fetches the newest whole checkpoint if it is newer than those of the run folder; all processes call it.
+        """Fetches the newest whole checkpoint if the run folder has only older ones. All processes call it.
 
         Raises:
           ValueError: the bucket cannot be written, holds another run, or that run has other settings.
@@ -119,14 +119,14 @@ class Copier:
         self.offer(max(saved_steps(self._workdir / CHECKPOINTS), default=0))
 
     def offer(self, step: int) -> None:
-        """Starts to copy a new checkpoint; one that is being sent comes first."""
+        """Starts to copy a new checkpoint, after the checkpoint that is being sent."""
         if self._bucket is not None and step > self._step:
             self._step = step
             self._work = [work for work in self._work if not work.done()]
             self._work.append(self._thread.submit(self._copy_new, step))
 
     def finish(self, signals: StopSignals) -> str:
-        """Waits for the copy of the newest checkpoint; returns why there is none, or "". All processes call it."""
+        """Waits for the copy of the newest checkpoint. Returns why it failed, or "". All processes call it."""
         if self._bucket is None:
             return ""
         unfinished = f"the copy of step {self._step} to {self._bucket.url}"
@@ -153,7 +153,7 @@ class Copier:
             raise ValueError(f"{KEY}={bucket.url} is a run folder, no copy of one. Give a new folder for the copies.")
         if (local or own) and (theirs or steps) and theirs != own:
             raise ValueError(
-                f"{KEY}={bucket.url} holds the checkpoints of another run than {self._workdir}; give a folder of the "
+                f"{KEY}={bucket.url} holds the checkpoints of another run than {self._workdir}. Give a folder of the "
                 "bucket for each run. To go on with the run in the bucket, give an empty --workdir."
             )
         if steps and not local:
@@ -175,7 +175,7 @@ class Copier:
             raise ValueError(f"{KEY}={self._bucket.url} holds another run: {error}") from None
 
     def _fetch(self, step: int) -> bool:
-        """Fetches a checkpoint and the files of the run; returns False, and says why, if it is damaged."""
+        """Fetches a checkpoint and the files of the run. Prints why and returns False if it is damaged."""
         bucket, folder, began_s = self._bucket, self._workdir / CHECKPOINTS, time.monotonic()
         say("fetching", f"the checkpoint of step {step:,} from {bucket.url}")
         problem = ""
@@ -193,7 +193,7 @@ class Copier:
             raise OSError(f"the checkpoint of step {step} cannot be fetched from {bucket.url}: {error}.") from None
         [problem, *_] = distributed.exchange(problem)
         if problem:
-            say("fetching", f"step {step:,} of {bucket.url} is damaged ({problem}); going back to the one before")
+            say("fetching", f"step {step:,} of {bucket.url} is damaged ({problem}). The one before it follows")
         else:
             say("fetched", f"step {step:,} in {time.monotonic() - began_s:.0f} s")
         return not problem
@@ -302,7 +302,7 @@ class Copier:
                 raise OSError(f"{len(missing)} files of other processes do not arrive, such as {missing[0]}")
 
     def _send_run_files(self) -> None:
-        """Sends the rows, the ledger and what else a resumed run reads; rows after the checkpoint are dropped then."""
+        """Sends the rows, the ledger and the other files of a resumed run, which drops rows after the checkpoint."""
         best = self._workdir / BEST_LINK
         if best.is_dir():
             atomic_files.write_json(self._workdir / _BEST_RECORD, {"step": int(best.resolve().name)})
@@ -322,7 +322,7 @@ class Copier:
     def _fail(self, problem: str) -> None:
         self.problem = problem
         self.on_failure(problem)
-        line = f"{problem}. Training goes on; the next checkpoint is tried again."
+        line = f"{problem}. Training goes on, and the next checkpoint is tried again."
         if distributed.is_first():
             say("copy FAILED", line)
         else:  # whose standard output nobody sees
@@ -346,7 +346,7 @@ def _probe(bucket: Bucket, name: str) -> None:
     except OSError as error:
         raise _cannot_be_written(bucket, error) from None
     if found != content:
-        raise ValueError(f"{KEY}={bucket.url} does not return what was written to it; give another store.")
+        raise ValueError(f"{KEY}={bucket.url} does not return what was written to it. Give another store.")
 
 
 def _cannot_be_written(bucket: Bucket, error: OSError) -> ValueError:
@@ -361,7 +361,7 @@ def _owner(name: str) -> int | None:
 
 
 def _own_run(workdir: pathlib.Path) -> str:
-    """Returns the name of the run in a folder that was copied before; "" otherwise."""
+    """Returns the name of the run in a folder that was copied before, or ""."""
     try:
         return read_json(workdir / RUN_RECORD, kind=_Record)["run"]
     except (OSError, ValueError):
@@ -376,7 +376,7 @@ def _run_of(content: bytes | None) -> str:
 
 
 def _recorded_step(path: pathlib.Path) -> int:
-    """Returns the step that a file of the run folder names; 0 if it names none."""
+    """Returns the step that a file of the run folder names, or 0."""
     try:
         return int(read_json(path)["step"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -384,7 +384,7 @@ def _recorded_step(path: pathlib.Path) -> int:
 
 
 def _newest_local(workdir: pathlib.Path) -> int:
-    """Returns the newest step of a run folder whose files have their sizes; 0 without one."""
+    """Returns the newest step of a run folder with files of the right sizes, or 0."""
     folder = workdir / CHECKPOINTS
     for step in reversed(saved_steps(folder)):
         if not damage_of_share(folder / str(step), slice(None), deep=False) and _step_of(folder / str(step)) == step:

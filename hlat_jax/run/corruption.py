@@ -21,7 +21,7 @@ class CorruptionError(RuntimeError):
 
 
 def check_devices(run: Run, progress: Progress, batch: Batch) -> None:
-    """Compares the replicas of the state, and computes a microbatch of `batch` twice; prints a transient error.
+    """Compares the replicas of the state, and computes a microbatch of `batch` twice. Prints a transient error.
 
     Raises:
       CorruptionError: replicas differ at two tries, or three computations have three results.
@@ -33,7 +33,7 @@ def check_devices(run: Run, progress: Progress, batch: Batch) -> None:
 
 
 def check_state(run: Run, progress: Progress) -> dict[str, int] | None:
-    """Returns the digest of every array of the state; None if the devices do not add integers exactly.
+    """Returns the digest of every array of the state, or None if the devices do not add integers exactly.
 
     With `train.check_devices_every_steps`, replicas are compared.
 
@@ -60,7 +60,7 @@ def check_state(run: Run, progress: Progress) -> dict[str, int] | None:
 
 
 def _repeated(run: Run, progress: Progress, compute: Callable[[], np.ndarray], names: Sequence[str]) -> np.ndarray:
-    """Returns the digests that two tries agree on; a third try decides between two that differ, and is printed."""
+    """Returns the digests that two tries agree on. If they differ, a third try decides, and a line is printed."""
     first, second = compute(), compute()
     if np.array_equal(first, second):
         return first
@@ -79,19 +79,19 @@ def _repeated(run: Run, progress: Progress, compute: Callable[[], np.ndarray], n
 
 
 def _end(run: Run, progress: Progress, devices: Sequence[int], name: str, what: str) -> NoReturn:
-    """Records a persistent error and raises it; all processes call it together."""
+    """Records a persistent error and raises it. All processes call it together."""
     run.log.sync()
     fields = _record(run, progress, devices, name, is_persistent=True)
     distributed.barrier()  # it is on the disk before any process ends the others
     saved = f"the checkpoint of step {progress.saved_step}" if progress.saved_step else "the beginning"
     raise CorruptionError(
         f"after step {progress.step}, silent corruption, persistent: {fields['devices']} {what}. This state was not "
-        f"saved. The same command resumes from {saved}; if a device is named again, leave it out of the job."
+        f"saved. The same command resumes from {saved}. If a device is named again, leave it out of the job."
     )
 
 
 def _record(run: Run, progress: Progress, devices: Sequence[int], name: str, *, is_persistent: bool) -> dict[str, Any]:
-    """Writes an error to the ledger; returns its fields."""
+    """Writes an error to the ledger, and returns its fields."""
     hosts, mesh = distributed.exchange(socket.gethostname()), run.program.layout.mesh.devices.flat
     named = [mesh[place] for place in devices]
     texts = [f"device {each.id} (process {each.process_index}, {hosts[each.process_index]})" for each in named]

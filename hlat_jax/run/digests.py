@@ -31,7 +31,7 @@ class StateDigest:
     replicas: Replicas
 
     def __call__(self, state: Any) -> np.ndarray:
-        """Returns the digests of all devices; all processes call it together."""
+        """Returns the digests of all devices. All processes call it together."""
         return gather_digests(self.compiled()(state, PROBE))
 
     def by_name(self, digests: np.ndarray) -> dict[str, int]:
@@ -39,7 +39,7 @@ class StateDigest:
         return dict(zip(self.names, self.replicas.whole(digests), strict=True))
 
     def problem(self, state: Any, saved: Mapping[str, int]) -> str:
-        """Returns which array of a restored state has another digest than was saved, also at a second try; else ""."""
+        """Returns the array of a restored state with another digest than the saved one, also at a second try, or ""."""
         for _ in range(2):
             digests = self(state)
             found = self.by_name(digests) if adds_exactly(digests) else {}
@@ -67,14 +67,14 @@ class Recompute:
     shard: Callable[[Batch], Iterable[Batch]]
 
     def __call__(self, state: Any, batch: Batch) -> np.ndarray:
-        """Returns the digests of what each device computes of the first microbatch; called by all processes."""
+        """Returns the digests of the values that each device computes for the first microbatch, in all processes."""
         first = next(iter(self.shard(batch)))
         _, buffer = self.step.accumulate(state, [first])
         return gather_digests(self.digest(buffer["kept"], PROBE))
 
 
 def make_state_digest(compile_digest: Callable[[], Callable[..., jax.Array]], program: RunProgram) -> StateDigest:
-    """Returns the digests of the states of a program; compiles nothing yet."""
+    """Returns the digests of the states of a program. Compiles nothing yet."""
     state = program.abstract_state
     return StateDigest(functools.cache(compile_digest), array_names(state), find_replicas(state, program.layout.mesh))
 

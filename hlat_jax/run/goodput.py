@@ -250,7 +250,7 @@ def _versions() -> dict[str, str]:
 
 
 def newest_saved(events: Sequence[dict[str, Any]]) -> int:
-    """Returns the step of the newest checkpoint in the events of a run; 0 if there was none."""
+    """Returns the step of the newest checkpoint in the events of a run, or 0 without one."""
     saved: set[int] = set()
     for event in events:
         if event["event"] == "saved":

@@ -117,7 +117,7 @@ def open_branch(
     try:
         restored = read_checkpoint(checkpoint, program.abstract_state, digest_problem=digest_problem)
     except DigestError as error:
-        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({error}); use another one.") from None
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({error}). Use another one.") from None
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
     say("branch", f"from step {step} of {folder.absolute()}, with its state, optimizer and data position")

@@ -41,9 +41,9 @@ class Limits:
     """The limits beyond which a run is an alert.
 
     Attributes:
-      stalled_s: seconds without a new step or phase; 0: never.
+      stalled_s: seconds without a new step or phase. 0 means never.
       spike_sigmas: standard deviations above the mean of the last steps, for runs that look for no spikes themselves.
-      goodput: least share of the time spent on new steps; 0: any.
+      goodput: least share of the time spent on new steps. 0 allows any.
       goodput_s: seconds over which that share is measured.
     """
 
@@ -92,7 +92,7 @@ class Watch:
         self._trained: collections.deque[tuple[float, float]] = collections.deque()  # (when, seconds of training)
 
     def look(self, now_s: float) -> list[Alert]:
-        """Returns the new alerts; `now_s` is the time of a clock that does not jump.
+        """Returns the new alerts. `now_s` is the time of a clock that does not jump.
 
         Raises:
           ValueError: the events of the run are gone.
@@ -174,14 +174,14 @@ class Watch:
         return [Alert("goodput", f"{share:.1%} of the last {over_s:.0f} s, below {self._limits.goodput:.1%}")]
 
     def _state_of_rows(self) -> tuple[int, int]:
-        """Returns (inode, bytes) of the file of rows; zeros without one."""
+        """Returns (inode, bytes) of the file of rows, or zeros without one."""
         with contextlib.suppress(FileNotFoundError):
             stat = os.stat(self._rows)
             return stat.st_ino, stat.st_size
         return 0, 0
 
     def _new_rows(self, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the rows since the last call; after a resumption, which makes a new file, the rows that it added."""
+        """Returns the rows since the last call. After a resumption, with a new file, it returns the added rows."""
         (inode, size), after = self._state_of_rows(), -1
         if inode != self._inode or size < self._offset:
             self._inode, self._offset, after = inode, 0, _resumed_step(events)
@@ -210,14 +210,14 @@ def _resumed_step(events: Sequence[dict[str, Any]]) -> int:
 
 
 def check_webhook(url: str) -> None:
-    """Raises ValueError unless `url` is a web address or ""; the message leaves out its path, which may be secret."""
+    """Raises ValueError unless `url` is a web address or "". The message leaves out the path, which may be secret."""
     parts = urllib.parse.urlsplit(url)
     if url and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ValueError(f"--webhook={parts.scheme}:... must begin with http:// or https:// and name a host.")
 
 
 def watch(workdir: pathlib.Path, limits: Limits, *, webhook: str = "", every_s: float = 10.0) -> int:
-    """Watches until the run is complete, and returns 0; or, without a webhook, the exit code of the first alert.
+    """Watches until the run is complete, and returns 0. Without a webhook, the exit code of the first alert ends it.
 
     Raises:
       ValueError: the folder is not that of a run, or its events vanish.
@@ -247,7 +247,7 @@ def watch(workdir: pathlib.Path, limits: Limits, *, webhook: str = "", every_s: 
 
 
 def _send(url: str, alert: Alert, *, workdir: pathlib.Path, step: int) -> str:
-    """Posts an alert as JSON, of which `text` is for chats; returns why it was not taken, or ""."""
+    """Posts an alert as JSON, with `text` for chats. Returns why it was not taken, or ""."""
     text = f"{workdir.name}: {alert.kind}: {alert.text}"
     body = {"text": text, "run": str(workdir), "alert": alert.kind, "step": step, "code": CODES[alert.kind]}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """A folder of an object store, or of a disk; thread-safe. Its methods raise as `remote.retry` does."""
+    """A folder of an object store or of a disk, thread-safe. Its methods raise as `remote.retry` does."""
 
     def __init__(self, url: str | os.PathLike, *, key: str = "", ended: threading.Event | None = None):
         """Sends no request.
@@ -95,7 +95,7 @@ class Bucket:
         }
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a small object; None if there is none."""
+        """Returns the content of a small object, or None without one."""
         try:
             return self._retry(lambda: self._filesystem.cat_file(self._where(name), **self._limit))
         except FileNotFoundError:
@@ -124,7 +124,7 @@ class Bucket:
             self._retry(lambda: self._filesystem.put_file(str(path), self._where(name), timeout=limit_s))
 
     def receive(self, name: str, path: pathlib.Path, num_bytes: int) -> None:
-        """Writes a file with the content of an object of `num_bytes`; it replaces `path` when it is whole."""
+        """Writes a file with the content of an object of `num_bytes`. It replaces `path` when it is whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def read_block(start: int) -> bytes:
@@ -139,7 +139,7 @@ class Bucket:
                 file.write(self._retry(lambda start=start: read_block(start)))
 
     def remove(self, names: Collection[str]) -> None:
-        """Removes objects; those that are gone already are no error."""
+        """Removes objects. An object that is gone already is no error."""
         if self._is_local:
             for name in names:
                 (pathlib.Path(self._path) / name).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ def _check_names(names: Iterable[str], *, url: str) -> None:
 def receive_all(
     bucket: Bucket, sizes: Mapping[str, int], folder: pathlib.Path, *, under: str = "", replace: bool = False
 ) -> None:
-    """Fetches objects of the folder `under` of a bucket; files of the right size stay, unless `replace`."""
+    """Fetches objects of the folder `under` of a bucket. Files of the right size stay, unless `replace`."""
 
     def receive(item: tuple[str, int]) -> None:
         name, num_bytes = item
@@ -208,7 +208,7 @@ def receive_all(
 
 
 def begin_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> None:
-    """Prepares `folder`/STEP.fetched for the files of a checkpoint; files of the same checkpoint in it stay."""
+    """Prepares `folder`/STEP.fetched for the files of a checkpoint. Files of the same checkpoint in it stay."""
     name, to = f"{CHECKPOINTS}/{step}/{INTEGRITY_FILE}", folder / f"{step}{FETCHED}"
     manifest = bucket.read(name)
     if manifest is None:
@@ -230,7 +230,7 @@ def receive_share(bucket: Bucket, step: int, folder: pathlib.Path, *, share: sli
 
 
 def finish_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
-    """Renames a fetched checkpoint to its step; returns why it cannot be used if it is damaged, else "".
+    """Renames a fetched checkpoint to its step. Returns the problem of a damaged one, else "".
 
     A file that differs is fetched once more, as the first answer may have been wrong.
     """
@@ -252,7 +252,7 @@ def finish_checkpoint(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
 
 
 def local_copy(path: str | os.PathLike, *, key: str = "") -> pathlib.Path:
-    """Returns a local path, or a copy on this machine of a folder in a bucket; what has not changed is not sent again.
+    """Returns a local path, or a local copy of a folder in a bucket. Only changed files are fetched again.
 
     For a run in a bucket it is the newest whole checkpoint, with the files of the run beside `checkpoints`.
 
@@ -308,12 +308,12 @@ def _use(folder: pathlib.Path, lock: pathlib.Path, url: str) -> None:
 
 
 def staging_folder(url: str, *, key: str) -> pathlib.Path:
-    """Returns the local folder in which the content of a new folder of a bucket is made; a local path as it is.
+    """Returns the local folder in which the content of a new folder of a bucket is made. A local path is returned.
 
     It has the files of an earlier try that was cut short, if there are any.
 
     Raises:
-      ValueError: there is something at the URL already, or it cannot be written; `key` is the flag that has it.
+      ValueError: there is something at the URL already, or it cannot be written. `key` is the flag that has it.
     """
     if not is_bucket(url):
         return pathlib.Path(url)
@@ -330,7 +330,7 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
 
 
 def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
-    """Sends a `staging_folder` to its bucket, the file `last` after all others, and removes it; not a local folder."""
+    """Sends a `staging_folder` to its bucket, with the file `last` at the end, and removes it. A local folder stays."""
     if is_bucket(url):
         bucket = Bucket(url)
         bucket.write(_UNFINISHED, b"")
@@ -349,7 +349,7 @@ def _caches() -> pathlib.Path:
 
 
 def _receive_once(bucket: Bucket, step: int, folder: pathlib.Path) -> str:
-    """Fetches a checkpoint that is not in `folder`; returns why it cannot be used, or ""."""
+    """Fetches a checkpoint that is not in `folder`. Returns why it cannot be used, or ""."""
     there, name = folder / str(step) / INTEGRITY_FILE, f"{CHECKPOINTS}/{step}/{INTEGRITY_FILE}"
     folder.mkdir(exist_ok=True)
     _use(folder / str(step), folder / f"{_USED}-{step}", bucket.url)

@@ -18,7 +18,7 @@ _COUNTED = ("nonfinite", "spike")  # of a row; a gauge of the last row alone wou
 
 
 class PrometheusFile:
-    """Writes rows to RUN/metrics.prom; a sink of `metrics.MetricsLog`.
+    """Writes rows to RUN/metrics.prom. It is a sink of `metrics.MetricsLog`.
 
     Every number of a row is a gauge `hlat_GROUP_KEY{run="NAME"}`. The label `part` has the rest of a key with a slash.
     Counters begin at 0 with each start, as Prometheus expects.
@@ -31,7 +31,7 @@ class PrometheusFile:
         self._counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
 
     def write(self, group: str, row: dict[str, Any]) -> None:
-        """Takes the numbers of a row; writes the file once a second."""
+        """Takes the numbers of a row, and writes the file once a second."""
         for key, value in row.items():
             if isinstance(value, (int, float)):
                 name, _, part = key.partition("/")

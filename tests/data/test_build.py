@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import jobs
 import numpy as np
 import pytest
 from array_record.python import array_record_module
@@ -179,22 +180,6 @@ def test_manifest_counts_each_input(tmp_path):
     assert [s["name"] for s in manifest["sources"]] == [str(tmp_path / "u" / "z.jsonl"), str(tmp_path / "z.jsonl")]
 
 
-# The command, which kills itself as it is about to finish a shard after some.
-KILLED = """
-import os, signal, sys
-from hlat_jax.data import __main__ as command
-from hlat_jax.data.build import shards
-close, left = shards.ShardWriter.close, [int(sys.argv.pop(1))]
-def close_or_die(shard):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return close(shard)
-shards.ShardWriter.close = close_or_die
-command.main(sys.argv[1:])
-"""
-
-
 @pytest.mark.slow
 def test_build_resumes_after_sigkill_with_identical_output(tmp_path):
     text = " ".join(f"word{i}" for i in range(30_000)) + "\n"
@@ -203,7 +188,7 @@ def test_build_resumes_after_sigkill_with_identical_output(tmp_path):
     out, kept = tmp_path / "out", {}
     words = ["build", *map(str, paths), f"--out={out}", f"--tokenizer={AUSTEN}", "--shard_mb=1", "--workers=2"]
     for num_more, num_finished in ((1, 1), (3, 4)):
-        done = subprocess.run([sys.executable, "-c", KILLED, str(num_more), *words], check=False)
+        done = subprocess.run([sys.executable, "-c", jobs.KILLED_BUILD, str(num_more), *words], check=False)
         assert done.returncode == -signal.SIGKILL
         assert not (out / "manifest.json").exists()
         finished = list(out.glob(".building/*.array_record"))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import jobs
 import numpy as np
 import pytest
 from data_files import write_arrow, write_compressed, write_jsonl, write_parquet
@@ -210,25 +211,12 @@ def test_parts_built_at_once_survive_a_kill_of_one(tmp_path):
     for name in "abcd":
         (tmp_path / "in").mkdir(exist_ok=True)
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", [name + text] * 8)
-    killed = """
-import os, signal, sys
-from hlat_jax.data import __main__ as command
-from hlat_jax.data.build import shards
-close, left = shards.ShardWriter.close, [2]
-def close_or_die(shard):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return close(shard)
-shards.ShardWriter.close = close_or_die
-command.main(sys.argv[1:])
-"""
 
     def start(part, *python):
         words = ["build", tmp_path / "in", f"--out={tmp_path}/out", f"--tokenizer={AUSTEN}", "--shard_mb=1"]
         return subprocess.Popen([sys.executable, *python, *map(str, words), f"--part={part}/2", "--workers=1"])
 
-    first, second = start(1, "-m", "hlat_jax.data"), start(2, "-c", killed)
+    first, second = start(1, "-m", "hlat_jax.data"), start(2, "-c", jobs.KILLED_BUILD, "2")
     assert (first.wait(600), second.wait(600)) == (0, -signal.SIGKILL)
     unfinished = tmp_path / "out" / Part(2, 2).folder
     assert len(list(unfinished.glob(".building/*.array_record"))) == 2

@@ -104,7 +104,7 @@ def test_a_pass_takes_an_equinox_module(name):
 
 def test_decorators_apply_to_methods_and_their_report_has_a_row_for_each():
     class Model:
-        @passes.select_residuals
+        @passes.select_residuals()
         @passes.chunk(**SMALL)
         @passes.autocast(policy="bf16")
         def loss(self, w, x, y, *, scale=1.0):
@@ -150,6 +150,8 @@ def test_a_budget_is_met_or_refused_when_the_function_is_traced():
         jax.eval_shape(passes.remat(loss, budget="1KiB"), W, X, Y)
     with pytest.raises(ValueError, match="budget"):
         passes.remat(budget="much")
+    with pytest.raises(ValueError, match="max_bytes"):
+        passes.chunk(max_bytes="1 apple")
 
 
 def test_a_training_program_is_made_by_the_same_import():

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 
-import bucket_server
 import jobs
 import micro
 import pytest
@@ -22,18 +21,6 @@ from hlat_jax.store.integrity import seal
 pytest.importorskip("moto", reason="pip install 'hlat_jax[test]'")
 pytestmark = pytest.mark.xdist_group("copying")
 HALF = 12
-
-
-@pytest.fixture(scope="module")
-def server():
-    with bucket_server.serve() as (faults, _):
-        yield faults
-
-
-@pytest.fixture
-def faults(server):
-    yield server
-    vars(server).update(vars(bucket_server.Faults()))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import socket
 import time
 
-import bucket_server
 import numpy as np
 import pytest
 from refusals import assert_names
@@ -16,18 +15,6 @@ from hlat_jax.store.integrity import INTEGRITY_FILE, seal
 
 pytest.importorskip("moto", reason="pip install 'hlat_jax[test]'")
 FILES = {"run/metadata": b"{}", "state/d/0a": bytes(1000), "state/empty": b""}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with bucket_server.serve() as (faults, _):
-        yield faults
-
-
-@pytest.fixture
-def faults(server):
-    yield server
-    vars(server).update(vars(bucket_server.Faults()))
 
 
 @pytest.fixture(params=["s3", "disk"])

@@ -10,6 +10,20 @@ import sys
 import time
 
 NODE = pathlib.Path(__file__).resolve().parents[2] / "launch" / "node.sh"
+# `data build` that kills itself as it is about to finish a shard, after the number of shards in its first word.
+KILLED_BUILD = """
+import os, signal, sys
+from hlat_jax.data import __main__ as command
+from hlat_jax.data.build import shards
+close, left = shards.ShardWriter.close, [int(sys.argv.pop(1))]
+def close_or_die(shard):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    return close(shard)
+shards.ShardWriter.close = close_or_die
+command.main(sys.argv[1:])
+"""
 
 
 def free_address() -> str:

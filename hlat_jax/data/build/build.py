@@ -66,7 +66,7 @@ class BuildOptions:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """All that determines the bytes of a build; `part` has the facts of a part, whose inputs are `input_files`."""
+    """All that determines the bytes of a build. If `part` has facts, `input_files` are the inputs of this part."""
 
     input_files: Sequence[inputs.Input]
     options: BuildOptions
@@ -176,7 +176,7 @@ def build(
 
 
 def _plan_part(whole: _Plan, part: Part, *, out: pathlib.Path) -> _Plan:
-    """Returns the plan of one part of a build; raises ValueError if `out` holds something else, or other parts."""
+    """Returns the plan of one part of a build. Raises ValueError if `out` holds something else, or other parts."""
     input_files, options = whole.input_files, whole.options
     listed = [[input_.file.name, input_.size, input_.content, input_.is_cut] for input_ in input_files]
     digest = hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
@@ -188,7 +188,7 @@ def _plan_part(whole: _Plan, part: Part, *, out: pathlib.Path) -> _Plan:
         if not path.name.startswith(".") and path.name not in expected:
             raise ValueError(f"--out={out} holds {path.name}, no part of {part.of}; give another folder, or remove it.")
         if (other := read_part(path)) and (differ := " and ".join(differences(_describe(plan), other))):
-            raise ValueError(f"--out={out} holds {path.name}, built with other {differ}; give another folder.")
+            raise ValueError(f"--out={out} holds {path.name}, built with other {differ}. Give another folder.")
     return plan
 
 

@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 def parse_part(text: str) -> Part | None:
-    """Returns the part that `--part=I/N` names; None for ""."""
+    """Returns the part that `--part=I/N` names, or None for ""."""
     if not text:
         return None
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
@@ -84,7 +84,7 @@ def parse_part(text: str) -> Part | None:
 
 
 def differences(manifest: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns in what two parts differ that the parts of one build share; empty for parts of one build."""
+    """Returns the settings of a build in which two parts differ. Parts of one build differ in none."""
     pairs = zip(_SHARED.values(), _shared(manifest).values(), _shared(other).values(), strict=True)
     # None is of a text, and "kind" differs then too
     return list(dict.fromkeys(words for words, mine, theirs in pairs if mine != theirs and None not in (mine, theirs)))
@@ -95,7 +95,7 @@ def _shared(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_part(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the manifest of a part; None for another dataset, or a folder without a manifest."""
+    """Returns the manifest of a part, or None for another dataset and for a folder without a manifest."""
     path = folder / MANIFEST_NAME
     manifest = read_json(path) if path.exists() else {}
     if "part" not in manifest:
@@ -128,7 +128,7 @@ def check_parts(files: Iterable[DataFile], *, key: str) -> None:
 
 
 def _problem(numbers: Sequence[int], files: Sequence[DataFile], *, of: int) -> str:
-    """Returns what is wrong with the parts of one build as they are named; "" for all of them in order."""
+    """Returns the problem of parts of one build as they are named, or "" for all of them in order."""
     where = dict(zip(numbers, files, strict=True))
     if missing := [number for number in range(1, of + 1) if number not in where]:
         more = f", and {len(missing) - _SHOWN} more," * (len(missing) > _SHOWN)

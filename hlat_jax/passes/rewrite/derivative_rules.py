@@ -64,7 +64,7 @@ def with_bodies(
 
 
 def _opened(graph: EquationGraph, eqns: Sequence[core.JaxprEqn]) -> Body | None:
-    """Returns the body of a call if its rule is the derivative of the body wherever it is called; else None."""
+    """Returns the body of a call if its rule is the derivative of the body wherever it is called, else None."""
     body = called(eqns[0])
     try:
         rules = {_rule(graph, eqn, body.closed) for eqn in eqns}
