@@ -637,8 +637,8 @@ class Trial:
         return {(row["step"], "loss" in row) for row in read_rows(path)} if path.exists() else set()
 
     def _ledger_problems(self, *, ended: float) -> list[str]:
-        if any("events.jsonl" in row["what"] for row in self.done):
-            return []
+        if any(name in row["what"] for row in self.done for name in ("events.jsonl", "alive.json")):
+            return []  # a damaged ledger, or a damaged account of a killed life, which is unknown from then on
         wall_s, ledger = ended - self._ledger_from, goodput(self.workdir)
         unknown_s = ledger.seconds["unknown"]
         if abs(wall_s - ledger.total_s) > UNSEEN_LIMIT * wall_s or unknown_s > UNKNOWN_LIMIT * wall_s:
