@@ -26,7 +26,7 @@ from hlat_jax.host import distributed
 from hlat_jax.host.console import say
 from hlat_jax.host.process import StopSignals
 from hlat_jax.run.drift import refuse_drift
-from hlat_jax.run.goodput import EVENTS_FILE
+from hlat_jax.run.goodput import COPYING, EVENTS_FILE
 from hlat_jax.store import atomic_files, remote
 from hlat_jax.store.bucket import (
     CHECKPOINTS,
@@ -130,7 +130,7 @@ class Copier:
         if self._bucket is None:
             return ""
         unfinished = f"the copy of step {self._step} to {self._bucket.url}"
-        with signals.phase("copying the last checkpoint", unfinished=unfinished):
+        with signals.phase(COPYING, unfinished=unfinished):
             concurrent.futures.wait(self._work)
             [problem, *_] = distributed.exchange(self.problem)
         return problem

@@ -27,6 +27,7 @@ from hlat_jax.store.metrics import duration
 from hlat_jax.store.typed_json import Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
+COPYING = "copying the last checkpoint"  # account of the time after the last save
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
 # Account of `Watchdog.seconds_by_account` -> category; all others are _OTHER.
 _CATEGORIES = {
@@ -41,7 +42,7 @@ _CATEGORIES = {
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",
     "fetching the checkpoint": "restore",
-    "copying the last checkpoint": "blocked on save",
+    COPYING: "blocked on save",
     "waiting for data": "data wait",
     WAITING: "data wait",
     _STUCK: _STUCK,
@@ -91,7 +92,7 @@ class Ledger:
         """Changes nothing."""
         self._workdir, self._watchdog = workdir, watchdog
         self._beating, self._over = threading.Lock(), threading.Event()
-        self._has_begun = False
+        self._has_begun, self._complete_step = False, 0
         self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
         self._earlier: list[dict[str, Any]] = []
         began = time.time() - (time.monotonic() - watchdog.began_s)
@@ -122,8 +123,16 @@ class Ledger:
         self._thread.join(_JOIN_S)
         self._watchdog.beat = None
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            if self._complete_step and error is None:
+                self.event("complete", step=self._complete_step)
             self.event("end", life=self._life(), error=f"{type(error).__name__}: {error}" if error else "")
             (self._workdir / ALIVE_FILE).unlink(missing_ok=True)
+
+    def finish(self, step: int) -> None:
+        """Enters at the end that the run is complete, unless an earlier life did and this one enters nothing else."""
+        self._complete_step = step
+        if not complete_step(read_events(self._workdir)):
+            self.begin()
 
     def event(self, name: str, **fields: Any) -> None:
         """Appends an event to the file, and returns after it is on the disk."""
@@ -238,6 +247,12 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run in order, without torn or damaged lines."""
     lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
     return [line.row for line in lines if line.row is not None]
+
+
+def complete_step(events: Sequence[dict[str, Any]]) -> int:
+    """Returns the last step of a run whose newest start made it and ended its copies, or 0."""
+    last = next((event for event in reversed(events) if event["event"] in ("start", "complete")), {})
+    return last.get("step", 0)
 
 
 def _versions() -> dict[str, str]:

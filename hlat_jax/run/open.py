@@ -89,6 +89,7 @@ def open_run(
     inputs = open_inputs(program, workdir, copier=copier, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
+        inputs.ledger.finish(start.restored.step)
         with signals.phase("finishing a complete run", unfinished="the export and the summary"):
             _finish(inputs, start.restored)
             distributed.barrier()  # the others wait here while process 0 draws the results

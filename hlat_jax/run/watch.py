@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hlat_jax.config import count_text
-from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, goodput, newest_saved, read_events
+from hlat_jax.run.goodput import ALIVE_FILE, COPYING, EVENTS_FILE, complete_step, goodput, newest_saved, read_events
 from hlat_jax.store.metrics import ROWS_FILE
 from hlat_jax.store.typed_json import read_json
 
@@ -105,11 +105,9 @@ class Watch:
         new = events[self._num_events :]
         self._num_events = len(events)
         rows = [row for row in self._new_rows(events) if "loss" in row]
-        end = next((event for event in reversed(events) if event["event"] in ("start", "complete")), {})
-        self.is_complete = end.get("event") == "complete"
-        self.step = max(
-            alive.get("step", 0) if alive else 0, rows[-1]["step"] if rows else self.step, end.get("step", 0)
-        )
+        last_step = complete_step(events)
+        self.is_complete = bool(last_step)
+        self.step = max(alive.get("step", 0) if alive else 0, rows[-1]["step"] if rows else self.step, last_step)
         alerts = self._of_rows(rows)
         for event in new:
             if kind := _OF_EVENT.get(event["event"]):
@@ -151,6 +149,9 @@ class Watch:
         if not 0 < self._limits.stalled_s <= idle_s or "stalled" in self._told:
             return []
         self._told.add("stalled")
+        if doing == COPYING:
+            text = f"the copy of the last checkpoint, step {self.step}, has not ended for {idle_s:.0f} s"
+            return [Alert("store failing", f"{text}. The run folder has it. If the run has ended, run it again")]
         state = f"while {doing}" if doing else "and no process trains"
         state += f" ({last['error']})" if last.get("error") else ""
         return [Alert("stalled", f"no progress for {idle_s:.0f} s after step {self.step}, {state}")]

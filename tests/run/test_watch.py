@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from refusals import assert_names, assert_refused, refused
 
 from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.run import copying, watch
-from hlat_jax.run.goodput import Ledger, read_events
+from hlat_jax.run.goodput import COPYING, EVENTS_FILE, Ledger, read_events
 from hlat_jax.run.watch import CODES, Limits, Watch
 from hlat_jax.store.metrics import ROWS_FILE, rewind
 
@@ -297,6 +298,35 @@ def test_a_run_is_not_complete_before_its_last_copy(train_here, trained_run, tmp
     assert train_here(*words, f"--workdir={workdir}")[0] == copying.COPY_CODE
     assert looks == [(["store failing"], False)]
     assert [event["event"] for event in read_events(workdir)][-3:] == ["store_failed", "complete", "end"]
+
+
+def test_a_run_killed_in_its_last_copy_is_said_to_lack_it(ledger, tmp_path):
+    seen = Watch(tmp_path, Limits(stalled_s=100))
+    ledger.watchdog.step = 72
+    ledger.watchdog.begin(COPYING)
+    ledger.beat()
+    assert seen.look(0.0) == seen.look(99.0) == []
+    [alert] = seen.look(100.0)
+    assert alert.kind == "store failing"
+    assert_names(alert.text, "step 72", "100 s", "run it again")
+    assert seen.look(1000.0) == []
+
+
+@pytest.mark.slow
+def test_a_start_that_only_copies_completes_the_run(train_here, trained_run, tmp_path):
+    workdir = shutil.copytree(trained_run, tmp_path / "run", symlinks=True)
+    lines = (workdir / EVENTS_FILE).read_text().splitlines(keepends=True)
+    until = next(index for index, line in enumerate(lines) if '"complete"' in line)  # a kill in the last copy
+    (workdir / EVENTS_FILE).write_text("".join(lines[:until]))
+    seen = Watch(workdir, Limits())
+    assert (seen.look(0.0), seen.is_complete) == ([], False)
+    words = (f"--config={trained_run.parent / 'micro.py'}", "--config.data.validation=", f"--workdir={workdir}")
+    assert train_here(*words, f"--config.checkpoint.copy_to={tmp_path / 'disk'}")[0] == 0
+    assert (seen.look(1.0), seen.is_complete, seen.step) == ([], True, micro.NUM_STEPS)
+    assert [event["event"] for event in read_events(workdir)][-3:] == ["start", "complete", "end"]
+    before = (workdir / EVENTS_FILE).read_bytes()
+    assert train_here(*words, f"--config.checkpoint.copy_to={tmp_path / 'disk'}")[0] == 0
+    assert (workdir / EVENTS_FILE).read_bytes() == before
 
 
 def test_events_that_vanish_are_one_line(ledger, tmp_path, run_here, monkeypatch):
