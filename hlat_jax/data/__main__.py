@@ -85,14 +85,14 @@ def _build(argv: Sequence[str]) -> int:
     same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
     named = {name: values[name].value for name in same}
     part = parse_part(values.part)
-    if part is not None and is_bucket(values.out):
-        raise ValueError(f"--part={part} writes to a local folder. Give one instead of --out={values.out}.")
+    below = part.folder if part is not None and is_bucket(values.out) else ""  # each part is staged and sent alone
+    url = f"{values.out.rstrip('/')}/{below}" if below else values.out
     options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, part=part, **named)
-    start_s, out = time.monotonic(), staging_folder(values.out, key="--out")
+    start_s, out = time.monotonic(), staging_folder(url, key="--out")
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:
         result = build.build(words, out=out, options=options, num_workers=num_workers, status=status)
-    send_staged(out, values.out, last=MANIFEST_NAME)
+    send_staged(out / below, url, last=MANIFEST_NAME)
     print(build.summary(result, out=values.out, elapsed_s=time.monotonic() - start_s))
     return 0
 

@@ -313,11 +313,21 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
     It has the files of an earlier try that was cut short, if there are any.
 
     Raises:
-      ValueError: there is something at the URL already, or it cannot be written. `key` is the flag that has it.
+      ValueError: there is something at the URL already, it cannot be written, or another process of this machine is
+        writing it. `key` is the flag that has it.
     """
     if not is_bucket(url):
         return pathlib.Path(url)
     bucket = Bucket(url, key=key)
+    folder = _staging(bucket.url)
+    if folder not in _in_use:
+        folder.parent.mkdir(exist_ok=True)
+        lock = open(folder.with_suffix(".lock"), "w")  # noqa: SIM115 - held until the folder is sent, or to the end
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{key}={url}: another process writes it. Wait for it, or give another folder.") from None
+        _in_use[folder] = lock
     try:
         names = {name for name in bucket.sizes() if not name.startswith(PROBE)}
         if names and _UNFINISHED not in names:
@@ -326,20 +336,31 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
         bucket.remove([PROBE])
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"{key}={url} cannot be written: {error}. Check the name and the credentials.") from None
-    return _caches() / "new" / hashlib.sha256(bucket.url.encode()).hexdigest()[:16]
+    return folder
 
 
 def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
-    """Sends a `staging_folder` to its bucket, with the file `last` at the end, and removes it. A local folder stays."""
+    """Sends a `staging_folder` to its bucket, with the file `last` at the end, and removes it. A local folder stays.
+
+    Raises:
+      ValueError: another machine began to write there since. What it has sent stays whole.
+    """
     if is_bucket(url):
-        bucket = Bucket(url)
-        bucket.write(_UNFINISHED, b"")
+        bucket, mine = Bucket(url), secrets.token_bytes(8)
+        bucket.write(_UNFINISHED, mine)
         names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         bucket.remove(bucket.sizes().keys() - (names - {last}) - {_UNFINISHED})  # of an earlier try
         for name in (*sorted(names - {last}), last):
+            if bucket.read(_UNFINISHED) != mine:
+                raise ValueError(f"{url}: another command writes there now. Wait for it, or give another folder.")
             bucket.send(folder / name, name)
         bucket.remove([_UNFINISHED])
         shutil.rmtree(folder)
+        _in_use.pop(_staging(bucket.url)).close()
+
+
+def _staging(url: str) -> pathlib.Path:
+    return _caches() / "new" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _caches() -> pathlib.Path:

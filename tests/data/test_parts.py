@@ -20,6 +20,8 @@ from hlat_jax.config import DataConfig
 from hlat_jax.data import path_checks, sources
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.formats.parts import Part, parse_part
+from hlat_jax.store import bucket as bucket_lib
+from hlat_jax.store.bucket import Bucket
 
 AUSTEN = "package:austen_2k.model"
 
@@ -133,6 +135,45 @@ def assert_all_refuse(spec, *facts):
         assert "\n" not in str(caught.value)
     with refused("data.train", *facts):
         documents_of(spec)
+
+
+@pytest.fixture
+def url(faults, tmp_path, monkeypatch):
+    pytest.importorskip("moto", reason="pip install 'hlat_jax[test]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bucket_lib, "_in_use", {})
+    return f"s3://bucket/{tmp_path.name}"
+
+
+def test_parts_in_a_bucket_are_joined_as_on_a_disk(url, tmp_path, data_here):
+    inputs_in(tmp_path / "in")
+    for number in (2, 1, 3):
+        for out in (url, tmp_path / "out"):
+            code, printed, err = data_here("build", tmp_path / "in", f"--out={out}", f"--part={number}/3")
+            assert (code, f"data.train={out}" in printed) == (0, True), err
+    expected = documents_of(tmp_path / "out")
+    parts = [f"part-0000{number}-of-00003" for number in (1, 2, 3)]
+    assert len(expected) == 20
+    assert documents_of(url) == documents_of(f"{url}/") == expected
+    assert documents_of(",".join(f"{url}/{part}" for part in parts)) == expected
+    local = {f"{path.parent.name}/{path.name}": path.stat().st_size for path in (tmp_path / "out").glob("part-*/*")}
+    assert Bucket(url).sizes() == local
+
+
+def test_parts_that_a_bucket_lacks_are_named_and_none_fetched(url, faults, tmp_path):
+    inputs_in(tmp_path / "in")
+    for number in (1, 2, 3):
+        build(tmp_path / "out", tmp_path / "in", part=f"{number}/3")
+    for path in (tmp_path / "out").glob("*/*"):
+        Bucket(url).send(path, f"{path.parent.name}/{path.name}")
+    Bucket(url).write("other/manifest.json", b"{}")
+    with refused(f"data.train: {url}/other", "no part of 3"):
+        documents_of(url)
+    Bucket(url).remove(["other/manifest.json", "part-00002-of-00003/manifest.json"])  # as of a build that still sends
+    faults.requests.clear()
+    with refused(f"data.train: {url}/part-00002-of-00003 is missing"):
+        documents_of(url)
+    assert not [request for request in faults.requests if "shard" in request]
 
 
 def test_incomplete_or_repeated_parts_are_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -284,6 +286,39 @@ def test_a_staged_folder_that_was_sent_in_part_is_sent_again(faults, cache, tmp_
     (staged / "of_an_older_try").unlink()
     bucket_lib.send_staged(staged, url, last="run/metadata")
     assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
+
+
+def test_two_processes_do_not_stage_one_folder(faults, cache, tmp_path):
+    url = f"s3://bucket/{tmp_path.name}"
+    staged = write_checkpoint(bucket_lib.staging_folder(url, key="--out"))
+    code = "import sys; from hlat_jax.store.bucket import staging_folder; staging_folder(sys.argv[1], key='--out')"
+    other = [sys.executable, "-c", code, url]
+    done = subprocess.run(other, capture_output=True, text=True, timeout=300, check=False)
+    assert_names(done.stderr, f"--out={url}", "another process")
+    bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
+    Bucket(url).remove(Bucket(url).sizes().keys())
+    assert subprocess.run(other, timeout=300, check=False).returncode == 0
+
+
+def test_two_machines_leave_the_whole_folder_of_one(faults, cache, tmp_path, monkeypatch):
+    url, send_one = f"s3://bucket/{tmp_path.name}", Bucket.send
+    first, second = (
+        write_checkpoint(tmp_path / name, {**FILES, "of": name.encode(), f"only_{name}": b""}) for name in "ab"
+    )
+    sent = contents(second)
+    monkeypatch.setattr(bucket_lib, "_in_use", dict.fromkeys([bucket_lib._staging(url)], open(tmp_path / "lock", "w")))
+
+    def send(bucket, path, name):
+        monkeypatch.setattr(Bucket, "send", send_one)
+        send_one(bucket, path, name)
+        bucket_lib.send_staged(second, url, last="run/metadata")  # from its begin to its end
+
+    monkeypatch.setattr(Bucket, "send", send)
+    with pytest.raises(ValueError, match=f"{url}: another command writes there"):
+        bucket_lib.send_staged(first, url, last="run/metadata")
+    assert {name: Bucket(url).read(name) for name in Bucket(url).sizes()} == sent
+    assert first.exists()
 
 
 def test_a_folder_of_other_files_is_not_written_into(faults, cache, tmp_path):

@@ -83,6 +83,23 @@ def parse_part(text: str) -> Part | None:
     return Part(int(match[1]), int(match[2]))
 
 
+def part_of_folder(name: str) -> Part | None:
+    """Returns the part that is in a folder of this name, or None for another folder."""
+    match = re.fullmatch(r"part-(\d{5})-of-(\d{5})", name)
+    return Part(int(match[1]), int(match[2])) if match else None
+
+
+def require_all_parts(folders: Sequence[str], *, url: str, key: str) -> None:
+    """Raises NotFound unless these folders of a bucket are all parts of one build. They are sorted."""
+    parts = [part_of_folder(folder) for folder in folders]
+    of = max(part.of for part in parts if part)
+    expected = [Part(number, of).folder for number in range(1, of + 1)]
+    if folders != expected:
+        [folder, *_] = sorted({*expected} ^ {*folders})
+        problem = "is missing" if folder in expected else f"is no part of {of}"
+        raise NotFound(f"{key}: {url}/{folder} {problem}. {url} must hold all parts of one build, and nothing else.")
+
+
 def differences(manifest: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Returns the settings of a build in which two parts differ. Parts of one build differ in none."""
     pairs = zip(_SHARED.values(), _shared(manifest).values(), _shared(other).values(), strict=True)

@@ -27,7 +27,7 @@ from hlat_jax.data.formats.files import (
     Unreadable,
     reason,
 )
-from hlat_jax.data.formats.parts import check_parts
+from hlat_jax.data.formats.parts import check_parts, part_of_folder, require_all_parts
 from hlat_jax.facts.local_paths import is_bucket, local_path
 from hlat_jax.store import remote
 from hlat_jax.store.typed_json import read_json
@@ -95,12 +95,13 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     spec = spec if isinstance(spec, str) else " ".join(spec)
     search = FoundFiles([], [], [])
     for part in filter(None, parts):
+        names = [part]
         if not in_order and is_remote_folder(part):
-            part = _copy_of_built(part, key=key, text_field=text_field)
-        is_remote = is_url(part)
-        if is_remote and not in_order:
+            names = _copies_of_built(part, key=key, text_field=text_field)
+        elif is_url(part) and not in_order:
             refuse_url(part, key=key, text_field=text_field)
-        files = _remote_files(part, key=key, search=search) if is_remote else _local_files(part, key=key, search=search)
+        find = _remote_files if is_url(names[0]) else _local_files
+        files = [file for name in names for file in find(name, key=key, search=search)]
         if not files:
             ignored = f" ({search.describe_ignored()})" if search.ignored else ""
             raise NotFound(f"{key}: {part} has no files that end in {', '.join(_FORMATS)}{ignored}.")
@@ -259,14 +260,19 @@ def is_remote_folder(path: str) -> bool:
     return is_bucket(path) and not glob.has_magic(path) and not _data_suffix(DataFile(path).name)
 
 
-def _copy_of_built(url: str, *, key: str, text_field: str) -> str:
-    """Returns the copy on this machine of a dataset that `build` wrote to a bucket."""
+def _copies_of_built(url: str, *, key: str, text_field: str) -> list[str]:
+    """Returns the copy on this machine of a dataset that `build` wrote to a bucket, or of each of its parts."""
     from hlat_jax.store.bucket import Bucket, local_copy  # not at the top: most runs need no bucket
 
+    bucket = Bucket(url, key=key)
     try:
-        if Bucket(url, key=key).read(MANIFEST_NAME) is None:
+        if bucket.read(MANIFEST_NAME) is not None:
+            return [str(local_copy(url, key=key))]
+        folders = sorted(name.partition("/")[0] for name in bucket.sizes() if name.endswith(f"/{MANIFEST_NAME}"))
+        if not any(map(part_of_folder, folders)):
             refuse_url(url, key=key, text_field=text_field)
-        return str(local_copy(url, key=key))
+        require_all_parts(folders, url=url, key=key)  # before anything is fetched
+        return [str(local_copy(f"{bucket.url}/{folder}", key=key)) for folder in folders]
     except OSError as error:
         kind = Unreadable if isinstance(error, remote.RemoteError) else NotFound
         raise kind(f"{key}: {url} cannot be read: {reason(error)}.") from None
