@@ -5,10 +5,12 @@ import io
 import logging
 import os
 import random
+import socket
 import threading
 import urllib.request
 
 KEY = "hlat-test-key"
+CALM_KEY = "hlat-calm-key"  # whose requests meet no fault and are not listed
 
 
 class Faults:
@@ -16,16 +18,20 @@ class Faults:
 
     Attributes:
       slow_share: of the requests that are answered 503 SlowDown.
-      cut_share: of the answers that are cut after half of their body.
+      cut_share: of the answers that are cut: a body after its half, others before their first byte.
       limit_bytes: of all bodies that are stored; past them the store is full.
       down: whether every request is answered 503.
       stored_bytes: of the bodies that came with PUT.
     """
 
     def __init__(self, seed=0):
-        self.slow_share = self.cut_share = 0.0
-        self.limit_bytes, self.down, self.stored_bytes = 1 << 60, False, 0
-        self.requests, self._random = [], random.Random(seed)
+        self.stored_bytes, self.requests, self._random = 0, [], random.Random(seed)
+        self.calm()
+
+    def calm(self, *, slow_share=0.0, cut_share=0.0):
+        """Ends all faults but those."""
+        self.slow_share, self.cut_share = slow_share, cut_share
+        self.limit_bytes, self.down = 1 << 60, False
         self.before = lambda method, path: None  # called before each request
 
     def drawn(self, share):
@@ -38,6 +44,8 @@ def _faulty(application, faults):
 
     def answer(environ, start_response):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if f"Credential={CALM_KEY}/" in environ.get("HTTP_AUTHORIZATION", ""):
+            return stored(environ, start_response)
         with lock:
             faults.requests.append(f"{method} {path}")
             slow, cut = faults.down or faults.drawn(faults.slow_share), faults.drawn(faults.cut_share)
@@ -51,12 +59,18 @@ def _faulty(application, faults):
             return fail(start_response, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
         if full:
             return fail(start_response, "507 Insufficient Storage", "StorageFull", "The store has no free space.")
+        [whole] = stored(environ, start_response)
+        if cut and method != "GET":  # done, and the client does not learn it
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        return [whole[: len(whole) // 2]] if cut else [whole]
+
+    def stored(environ, start_response):
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         with lock:  # moto is not made for threads
             started = []
             whole = b"".join(application({**environ, "wsgi.input": io.BytesIO(body)}, lambda *a: started.append(a[:2])))
         start_response(*started[0])
-        return [whole[: len(whole) // 2]] if cut and method == "GET" else [whole]
+        return [whole]
 
     def fail(start_response, status, code, message):
         body = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()

@@ -60,7 +60,6 @@ class Kind:
 _SIGNAL = {"at_start": {DIES: "", ENDS: f"{_LOST}|interrupted", ABORTS: ""}}
 _DAMAGED = {GOES_BACK: "damaged", REFUSES: "every checkpoint is damaged", RESUMES: ""}
 _STUCK = {STUCK: r"stuck: process \d of \d on "}
-NEEDS_COPY = ("run folder lost", "run folder lost, copy damaged", "run folder lost, killed in the fetch")
 KINDS = {
     "SIGKILL": Kind("signal", {DIES: "", ENDS: _LOST, ABORTS: ""}),
     "SIGSTOP, soon SIGCONT": Kind("signal", {GOES_ON: ""}, mild=True),
@@ -105,8 +104,14 @@ KINDS = {
     "run folder lost": Kind("damage", {RESUMES: "", GOES_BACK: "^fetched"}),
     "run folder lost, copy damaged": Kind("damage", {GOES_BACK: "is damaged"}),
     "run folder lost, killed in the fetch": Kind("damage", {DIES: "", ENDS: _LOST, ABORTS: ""}),
+    "run folder lost, store slow and cut": Kind("damage", {RESUMES: "", GOES_BACK: "^fetched"}),
+    "run folder lost, store down": Kind("damage", {ENDS: "cannot be reached"}),
+    "run folder lost, wrong key": Kind("damage", {REFUSES: "cannot be written.*access key"}),
+    "wrong key": Kind("damage", {RESUMES: "copy FAILED"}),
     "clock jump": Kind("inside", {GOES_ON: "", ENDS: "[Tt]imed out"}, mild=True),  # while saving: Orbax uses the clock
 }
+NEEDS_COPY = tuple(kind for kind in KINDS if kind.startswith("run folder lost") or kind == "wrong key")
+STORE = (*(kind for kind, rule in KINDS.items() if rule.how == "store"), *NEEDS_COPY)
 
 
 def is_allowed(kind: str, outcome: str, line: str, *, at_start: bool = False) -> bool:

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import re
@@ -40,11 +41,18 @@ import micro
 from fault_kinds import KINDS
 
 from hlat_jax.data.formats.paths import asset_path
-from hlat_jax.run.goodput import goodput, read_events
-from hlat_jax.store.bucket import Bucket, whole_steps
+from hlat_jax.run.goodput import complete_step, goodput, read_events
+from hlat_jax.store.bucket import (
+    CHECKPOINTS,
+    Bucket,
+    begin_checkpoint,
+    finish_checkpoint,
+    receive_share,
+    whole_steps,
+)
 from hlat_jax.store.metrics import read_rows
 
-NUM_STEPS, SAVE_EVERY = 72, 4
+NUM_STEPS, SAVE_EVERY, KEEP_LAST = 72, 4, 2
 SETTINGS = {
     "data.batch_size": 12,  # rows for one to four processes
     "optimizer.horizon_steps": 100,
@@ -55,12 +63,14 @@ SETTINGS = {
     "train.eval_every_steps": 6,
     "train.num_eval_batches": 1,
     "checkpoint.every_steps": SAVE_EVERY,
+    "checkpoint.keep_last": KEEP_LAST,
     "metrics.tensorboard": False,
 }
 FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=15")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
+FLAKY = {"slow_share": 0.1, "cut_share": 0.02}  # of the requests to a store
 _RESTARTED = (1, 74, 124, 143)  # by launch/restart.sh, as what a signal ended
 _MOST_BAD = 40  # trials, after which a campaign ends: something else is wrong
 # Shares of a trial: starts and ends of the interpreter, which its ledger cannot see; the time without an account.
@@ -171,9 +181,10 @@ class Campaign:
         self.folder, self.seed, self._kinds, self._processes = folder, seed, list(kinds), processes
         self._drawn: collections.Counter[str] = collections.Counter()
         self.store: bucket_server.Faults | None = None  # of the bucket of all trials, if they are copied
-        if any(KINDS[kind].how == "store" or kind in fault_kinds.NEEDS_COPY for kind in self._kinds):
+        if not set(fault_kinds.STORE).isdisjoint(self._kinds):
             self._serving = contextlib.ExitStack()
-            self.store, _ = self._serving.enter_context(bucket_server.serve())
+            self.store, _ = self._serving.enter_context(bucket_server.serve(seed=seed))
+            os.environ["AWS_ACCESS_KEY_ID"] = bucket_server.CALM_KEY  # of the harness, no run
         self.records: list[dict] = []
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(f"    c.{key} = {value!r}\n" for key, value in SETTINGS.items())
@@ -194,8 +205,20 @@ class Campaign:
         self._drawn[kind] += 1
         return kind
 
-    def start(self, workdir: pathlib.Path, data: pathlib.Path, control: pathlib.Path, n: int, faults: list[Fault]):
-        """Starts a run of n processes, with the faults that these do to themselves; a context of the Job."""
+    def start(
+        self,
+        workdir: pathlib.Path,
+        data: pathlib.Path,
+        control: pathlib.Path,
+        n: int,
+        faults: list[Fault],
+        *,
+        key: str = bucket_server.KEY,
+    ):
+        """Starts a run of n processes, with the faults that these do to themselves; a context of the Job.
+
+        `key` is the access key for the store.
+        """
         control.mkdir(parents=True, exist_ok=True)
         (control / "faults.json").write_text(json.dumps([fault.control() for fault in faults]))
         overrides = (f"data.train={data}", f"data.validation={self.folder / 'validation.jsonl'}")
@@ -205,7 +228,7 @@ class Campaign:
         default = "--default-signal=INT,HUP,TERM,USR1"  # ignored where the campaign runs in the background
         runner = pathlib.Path(micro.__file__).with_name("faulty_train.py")
         words = ["env", default, python, str(runner), str(control), *words, *FLAGS]
-        env = micro.environment(self.folder / "cache")
+        env = micro.environment(self.folder / "cache") | {"AWS_ACCESS_KEY_ID": key}
         return jobs.run_job(jobs.commands_of(words, n), [env] * n, control)
 
     def url(self, workdir: pathlib.Path) -> str:
@@ -261,8 +284,10 @@ class Trial:
         self.done: list[dict] = []  # faults that happened
         self._ids, self._undo = 0, []
         self._ledger_from: float | None = None  # the first start that it counts
-        self._completed = 0.0  # when the run had its last step
+        self._completed = 0.0  # when the ledger had the end of the run
         self._now: Fault | None = None  # done, and nothing has come of it yet
+        self._is_flaky = campaign.store is not None and self.rng.random() < 0.5  # whatever else happens
+        self._calm()
 
     def run(self, num_faults: int) -> list[str]:
         """Trains to the end, with so many faults if there is time for them; returns what is wrong with the result."""
@@ -273,13 +298,16 @@ class Trial:
                 plan = self._plan(left, is_damaged=pending is not None) if number < 4 * num_faults + 6 else []
                 control = self.folder / f"life-{number}"
                 inside = [fault for fault in plan if fault.rule.how == "inside"]
-                with self.campaign.start(self.workdir, self.data, control, self.n, inside) as job:
+                key = "wrong" if pending is not None and "wrong key" in pending.kind else bucket_server.KEY
+                if pending is not None:
+                    self._disturb_fetch(pending)
+                with self.campaign.start(self.workdir, self.data, control, self.n, inside, key=key) as job:
                     life = Life(job, control, until=self._until)
                     pending = self._live(life, plan, pending)
                     folders = (self.workdir, self.workdir.with_name("away"))  # as the fault may have renamed it
                     if self._ledger_from is None and any(map(read_events, folders)):
                         self._ledger_from = life.began
-                if self._is_complete():  # a start that only copies the last checkpoint enters nothing in the ledger
+                if complete_step(read_events(self.workdir)):  # a start that only copies again enters nothing
                     self._completed = self._completed or life.ended[0]
                 if pending is None:
                     self._heal()
@@ -362,10 +390,9 @@ class Trial:
         """Follows one life of the run through its faults; returns damage that was done after it."""
         if pending is not None:
             life.disturbed = True
+            pending.at = time.monotonic()
             if "killed" in pending.kind:
-                self._kill_at(life, "GET", self.rng.randrange(2, 12))
-                self._undo.append(lambda: self._kill_at(life, "", 0))
-                pending.at = time.monotonic()
+                self._kill_at(life, pending, "GET", self.rng.randrange(2, 12))
             life.wait(life.steps)
             self._observed_damage(life, pending)
         for index, fault in enumerate(plan):
@@ -447,30 +474,46 @@ class Trial:
         """Makes the server of the bucket fail; returns whether it really happened."""
         store = self.campaign.store
         assert store is not None
-        vars(store).update(vars(bucket_server.Faults()))  # an earlier fault of this start is over
-        self._undo.append(lambda: vars(store).update(vars(bucket_server.Faults())))
-        fault.said = f"after {len(store.requests)} requests"
+        self._calm()  # an earlier fault of this start is over
+        fault.said = f"after {len(store.requests)} requests{self._flaky()}"
         if fault.kind == "store slow and cut":
-            store.slow_share, store.cut_share = 0.1, 0.02
+            store.calm(**FLAKY)
         elif fault.kind == "store down":
             store.down = True
         elif fault.kind == "store full":
             store.limit_bytes = store.stored_bytes + self.rng.randrange(1 << 20)
         else:
-            self._kill_at(life, "PUT", self.rng.randrange(1, 12))
-            life.wait(lambda: life.processes[0].poll() is not None)
-            return life.processes[0].returncode == -signal.SIGKILL
+            process = life.processes[fault.process or 0]
+            self._kill_at(life, fault, "PUT", self.rng.randrange(1, 12))
+            life.wait(lambda: process.poll() is not None)
+            return process.returncode == -signal.SIGKILL
         return True
 
-    def _kill_at(self, life: Life, method: str, number: int) -> None:
-        """Kills process 0 as soon as it has sent so many requests for objects of a checkpoint."""
+    def _disturb_fetch(self, fault: Fault) -> None:
+        """Makes the server of the bucket fail for a start that has to fetch its checkpoint."""
+        if "slow and cut" in fault.kind:
+            self.campaign.store.calm(**FLAKY)
+        elif "down" in fault.kind:
+            self.campaign.store.down = True
+
+    def _calm(self) -> None:
+        """Ends the faults of the store, except those that it has all the time in this trial."""
+        if self.campaign.store is not None:
+            self.campaign.store.calm(**FLAKY if self._is_flaky else {})
+
+    def _flaky(self) -> str:
+        return ", flaky store" if self._is_flaky else ""
+
+    def _kill_at(self, life: Life, fault: Fault, method: str, number: int) -> None:
+        """Kills a process as soon as the job has sent so many requests for objects of a checkpoint."""
         seen = []
 
         def before(this: str, path: str) -> None:
             if this == method and "/checkpoints/" in path:
                 seen.append(path)
                 if len(seen) == number:
-                    life.processes[0].kill()
+                    fault.said += f", at {this} {number} of process {fault.process}"
+                    life.processes[fault.process or 0].kill()
 
         self.campaign.store.before = before
 
@@ -503,6 +546,10 @@ class Trial:
 
     def _damaged(self, fault: Fault) -> Fault | None:
         steps, before = micro.saved_steps(self.workdir), self._steps_of_rows()
+        self._calm()
+        if fault.kind == "wrong key":
+            fault.said, fault.more = f"copies of {self._copied()}", {"newest": max(steps, default=0), "gone": set()}
+            return fault if steps and self._copied() else None
         if fault.kind in fault_kinds.NEEDS_COPY:
             return self._lose_folder(fault)
         done = fault_kinds.damage(fault.kind, self.workdir, self.rng)
@@ -520,7 +567,8 @@ class Trial:
             return None
         steps = micro.saved_steps(self.workdir)
         shutil.rmtree(self.workdir)
-        fault.said, fault.more = f"copies of {copied}", {"newest": max(copied + steps), "gone": set()}
+        fault.said = f"copies of {copied}, checkpoints of {steps}{self._flaky()}"
+        fault.more = {"newest": max(copied + steps), "gone": set()}
         if "damaged" in fault.kind:
             name = f"checkpoints/{copied[0]}/state/manifest.ocdbt"
             bucket.write(name, bytes(len(bucket.read(name))))
@@ -529,6 +577,7 @@ class Trial:
     def _heal(self) -> None:
         while self._undo:
             self._undo.pop()()
+        self._calm()
 
     # What came of it
 
@@ -552,6 +601,8 @@ class Trial:
         step = int(resumed[1]) if resumed else 0
         lost = {each for each in fault.more["gone"] if each <= step}
         outcome, line = fault_kinds.RESUMES, f"resumes from step {step}"
+        if fault.kind == "wrong key":
+            line = next((each for each in said.splitlines() if each.startswith("copy FAILED")), line)
         if step < fault.more["newest"]:
             outcome = fault_kinds.GOES_BACK
             names = ("WARNING", "is damaged", "fetched ")
@@ -645,10 +696,32 @@ class Trial:
             return [f"the ledger has {ledger.total_s:.1f} s, {unknown_s:.1f} unknown, the clock {wall_s:.1f} s"]
         return []
 
+    def _copy_problems(self) -> list[str]:
+        """Returns what is wrong with the bucket of a complete run: it holds its checkpoints, whole, and no parts."""
+        bucket, local, whole = Bucket(self.campaign.url(self.workdir)), micro.saved_steps(self.workdir), self._copied()
+        found = {name.split("/")[1] for name in bucket.sizes(under=CHECKPOINTS)}
+        kept = local[-KEEP_LAST:]  # one that was being sent at the last save stays beside them
+        if not set(kept) <= set(whole) or found != set(map(str, whole)):
+            return [f"the run has the steps {local}, the bucket {whole} and files of {sorted(found)}"]
+        problems, folder = [], self.folder / "fetched"
+        for step in whole:
+            begin_checkpoint(bucket, step, folder)
+            receive_share(bucket, step, folder)
+            if problem := finish_checkpoint(bucket, step, folder):
+                problems.append(f"step {step} in the bucket: {problem}")
+            elif step in local:
+                mine = _contents(self.workdir / CHECKPOINTS / str(step))  # Orbax's marks are not sealed, and not sent
+                if not _contents(folder / str(step)).items() <= mine.items():
+                    problems.append(f"step {step} in the bucket is not that of the run")
+        for name in ("metrics.jsonl", "config.json"):
+            if bucket.read(name) != (self.workdir / name).read_bytes():
+                problems.append(f"{name} in the bucket is not that of the run")
+        return problems
+
     def _compare(self) -> list[str]:
         reference = self.campaign.reference(self.n)
-        if self.campaign.store is not None and self._copied()[:1] != [NUM_STEPS]:
-            return [f"the bucket has the steps {self._copied()}"]
+        if self.campaign.store is not None and (problems := self._copy_problems()):
+            return problems
         return micro.differences(self.campaign.config, self.workdir, reference, lost=self.lost)
 
 
@@ -663,6 +736,10 @@ def table(records: list[dict]) -> str:
         figures = f"{statistics.median(seconds):.1f} / {max(seconds):.1f}"
         lines.append(f"| {' | '.join(key)} | {len(seconds)} | {figures} |")
     return "\n".join(lines)
+
+
+def _contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _paragraphs(asset: str, count: int) -> list[str]:
@@ -692,17 +769,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=30, help="that really happen")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default=";".join(KINDS), help="only these, separated by ;")
+    parser.add_argument("--kinds", default=";".join(KINDS), help="only these, separated by ;, or store")
     parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="drawn from these numbers")
     parser.add_argument("--folder", type=pathlib.Path, help="kept: compiled programs, undisturbed runs, failed trials")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process stays
-    if unknown := set(args.kinds.split(";")) - KINDS.keys():
+    kinds = [*fault_kinds.STORE] if args.kinds == "store" else args.kinds.split(";")
+    if unknown := set(kinds) - KINDS.keys():
         parser.error(f"unknown kinds {unknown}")
     with contextlib.ExitStack() as stack:
         folder = args.folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = tuple(int(word) for word in args.processes.split(","))
-        campaign = Campaign(folder.absolute(), seed=args.seed, kinds=args.kinds.split(";"), processes=processes)
+        campaign = Campaign(folder.absolute(), seed=args.seed, kinds=kinds, processes=processes)
         began = time.monotonic()
         problems = run(campaign, faults=args.faults)
     print(table(campaign.records))
