@@ -307,7 +307,7 @@ def test_two_machines_leave_the_whole_folder_of_one(faults, cache, tmp_path, mon
         write_checkpoint(tmp_path / name, {**FILES, "of": name.encode(), f"only_{name}": b""}) for name in "ab"
     )
     sent = contents(second)
-    monkeypatch.setattr(bucket_lib, "_in_use", dict.fromkeys([bucket_lib._staging(url)], open(tmp_path / "lock", "w")))
+    bucket_lib.staging_folder(url, key="--out")
 
     def send(bucket, path, name):
         monkeypatch.setattr(Bucket, "send", send_one)
