@@ -251,7 +251,7 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 def complete_step(events: Sequence[dict[str, Any]]) -> int:
     """Returns the last step of a run whose newest start made it and ended its copies, or 0."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", "complete")), {})
+    last: dict[str, Any] = next((event for event in events[::-1] if event["event"] in ("start", "complete")), {})
     return last.get("step", 0)
 
 
