@@ -340,6 +340,8 @@ class Trial:
             def fits(kind, is_first=is_first):
                 if kind in ("stuck in restore", "stuck in compile", "long compile") and not is_first:
                     return False
+                if KINDS[kind].how == "store" and KINDS[kind].mild and any(fault.rule.how == "store" for fault in plan):
+                    return False  # it would end the one before after three steps
                 has_saved = kind != "stuck in restore" or bool(micro.saved_steps(self.workdir))
                 has_saved = has_saved and (kind not in fault_kinds.NEEDS_COPY or bool(self._copied()))
                 return has_saved and KINDS[kind].least <= self.n
