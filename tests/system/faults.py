@@ -343,7 +343,6 @@ class Trial:
                 if KINDS[kind].how == "store" and KINDS[kind].mild and any(fault.rule.how == "store" for fault in plan):
                     return False  # it would end the one before after three steps
                 has_saved = kind != "stuck in restore" or bool(micro.saved_steps(self.workdir))
-                has_saved = has_saved and (kind not in fault_kinds.NEEDS_COPY or bool(self._copied()))
                 return has_saved and KINDS[kind].least <= self.n
 
             kind = self.campaign.draw(self.rng, fits)
@@ -436,7 +435,8 @@ class Trial:
         def is_now() -> bool:
             if not began and any(map(came, life.events)):
                 began.append(time.monotonic())
-            return bool(began) and time.monotonic() >= began[0] + fault.delay_s
+            is_due = bool(began) and time.monotonic() >= began[0] + fault.delay_s
+            return is_due and (fault.kind not in fault_kinds.NEEDS_COPY or self._has_copies(fault.kind))
 
         if not life.wait(is_now) or self._is_complete():
             return False
@@ -523,6 +523,9 @@ class Trial:
         """Returns the steps that are whole in the bucket, the newest first."""
         return whole_steps(Bucket(self.campaign.url(self.workdir)).sizes())
 
+    def _has_copies(self, kind: str) -> bool:
+        return len(self._copied()) > ("damaged" in kind)  # which needs the one before it
+
     def _around(self, life: Life, fault: Fault) -> None:
         """Changes what a run uses while it runs."""
         aside = self.data.with_name("away.jsonl")
@@ -551,7 +554,7 @@ class Trial:
         self._calm()
         if fault.kind == "wrong key":
             fault.said, fault.more = f"copies of {self._copied()}", {"newest": max(steps, default=0), "gone": set()}
-            return fault if steps and self._copied() else None
+            return fault if steps else None
         if fault.kind in fault_kinds.NEEDS_COPY:
             return self._lose_folder(fault)
         done = fault_kinds.damage(fault.kind, self.workdir, self.rng)
@@ -565,7 +568,7 @@ class Trial:
     def _lose_folder(self, fault: Fault) -> Fault | None:
         """Removes the run folder, and perhaps damages the newest copy."""
         copied, bucket = self._copied(), Bucket(self.campaign.url(self.workdir))
-        if not copied or ("damaged" in fault.kind and len(copied) < 2):
+        if not self._has_copies(fault.kind):  # the oldest was removed since
             return None
         steps = micro.saved_steps(self.workdir)
         shutil.rmtree(self.workdir)
