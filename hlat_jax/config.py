@@ -451,6 +451,7 @@ class MetricsConfig:
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project. Empty turns it off.")
     plot: bool = _key(True, "Draw loss.png at the end.")
+    layer_norms: bool = _key(False, "Record the norms of the gradient and of the update of every layer.")
     neuron_monitor: str = _key(
         "auto",
         "Record utilization and memory of devices with neuron-monitor. auto does so on Neuron.",

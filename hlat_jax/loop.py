@@ -28,6 +28,7 @@ All processes run this loop and take the same branches. Only process 0 prints an
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -348,8 +349,20 @@ def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -
     }
     if metrics.spike is not None:
         row["spike"] = int(metrics.spike)
+    if metrics.layer_norms is not None:
+        row |= _layer_norms(metrics.layer_norms)
     progress.timed_from_s, progress.data_wait_s = now, 0.0
     return row
+
+
+def _layer_norms(norms: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
+    """Returns the norms of a row by parameter and layer, as `grad_norm/layer_07`, and the norm of the whole update."""
+    fields = {}
+    for name, parts in norms.items():
+        for part, values in parts.items():
+            labels = [part] if values.ndim == 0 else [f"layer_{index:02}" for index in range(len(values))]
+            fields |= {f"{name}/{label}": float(x) for label, x in zip(labels, np.atleast_1d(values), strict=True)}
+    return fields | {"update_norm": math.hypot(*(x for key, x in fields.items() if key.startswith("update_norm/")))}
 
 
 def progress_bar(

@@ -208,6 +208,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         spikes=spikes,
         accumulate=run_pipeline if layout.size(("pipe",)) > 1 else None,
         replica_sync=replica_sync,
+        layer_norms=config.metrics.layer_norms,
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     orthogonalizers = None

@@ -307,6 +307,7 @@ FIELDS = {
     "metrics.tensorboard": in_run(True, part="tensorboard", group="a"),
     "metrics.wandb_project": in_run("novels", part="rows"),
     "metrics.plot": in_run(True, part="loss.png", group="a"),
+    "metrics.layer_norms": Row(True, program),
     "metrics.neuron_monitor": in_run("on", part="monitor", group="a"),
 }
 
