@@ -113,6 +113,7 @@ def _loop(run: Run, progress: Progress) -> None:
         batch = _next_batch(run, progress)
         if batch is None:
             return
+        _measure_sources(run, progress, batch)
         with run.sync.signals.phase("training"):
             _step(run, progress, batch)
             _log(run, progress)
@@ -266,7 +267,14 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
     with signals.phase(WAITING):
-        synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
+        synced = run.sync.sync_step(
+            batch,
+            position,
+            error=error,
+            save=overdue,
+            num_retries=retries.take_count(),
+            row_sources=run.batches.row_sources if run.source_losses is not None else None,
+        )
     if synced.error is not None:
         _save_and_wait(run, progress)
         if run.sync.stop and isinstance(synced.error, OSError):
@@ -276,6 +284,19 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": wanted} if run.skipped else {})
     return NextBatch(batch=batch, position=position, row_fields=row_fields)
+
+
+def _measure_sources(run: Run, progress: Progress, batch: NextBatch) -> None:
+    """Adds the loss of each source of the next batch, before its update, to its row, if due."""
+    if run.source_losses is None or not _due(progress.step + 1, run.config.metrics.source_losses_every_steps):
+        return
+    _finish_steps(run, progress)
+    with run.sync.signals.phase("evaluating"):
+        losses = run.source_losses(
+            progress.state["params"], batch.batch, run.batches.row_sources, num_tokens=batch.row_fields
+        )
+    batch.row_fields.update(losses)
+    progress.timed_from_s = time.monotonic()
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:

@@ -27,7 +27,7 @@ _BEFORE = 10  # steps before STEP in which a quantity may have moved first
 _HISTORY = 10_000  # steps among which alike ones are looked for
 _LEAST_SPREAD = 1e-4  # of the median: a constant quantity has no spread
 _MOST = 1e6  # deviations, also of a value that is not finite
-_QUANTITIES = ("loss", "grad_norm", "update_norm", "param_norm", "padding_share")
+_QUANTITIES = ("loss", "source_loss", "grad_norm", "update_norm", "param_norm", "padding_share")
 _SHOWN = 12  # quantities
 _WORDS = 60  # characters of a document
 

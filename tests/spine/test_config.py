@@ -308,6 +308,7 @@ FIELDS = {
     "metrics.wandb_project": in_run("novels", part="rows"),
     "metrics.plot": in_run(True, part="loss.png", group="a"),
     "metrics.layer_norms": Row(True, program),
+    "metrics.source_losses_every_steps": in_run(2, part="rows"),
     "metrics.neuron_monitor": in_run("on", part="monitor", group="a"),
 }
 
