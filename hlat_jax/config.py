@@ -451,6 +451,10 @@ class MetricsConfig:
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
     wandb_project: str = _key("", "Weights & Biases project. Empty turns it off.")
     plot: bool = _key(True, "Draw loss.png at the end.")
+    layer_norms: bool = _key(False, "Record the norms of the gradient and of the update of every layer.")
+    source_losses_every_steps: int = _key(
+        0, "Steps between losses of each source of data.train, by a forward pass of each. 0 means none.", least=0
+    )
     neuron_monitor: str = _key(
         "auto",
         "Record utilization and memory of devices with neuron-monitor. auto does so on Neuron.",
@@ -471,6 +475,11 @@ class Config:
     train: TrainConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+
+    @property
+    def has_eval_step(self) -> bool:
+        """Whether the run compiles the loss without gradients."""
+        return bool(self.data.validation or self.metrics.source_losses_every_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns nested plain dicts of scalars and strings, for JSON."""

@@ -28,6 +28,7 @@ All processes run this loop and take the same branches. Only process 0 prints an
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -112,6 +113,7 @@ def _loop(run: Run, progress: Progress) -> None:
         batch = _next_batch(run, progress)
         if batch is None:
             return
+        _measure_sources(run, progress, batch)
         with run.sync.signals.phase("training"):
             _step(run, progress, batch)
             _log(run, progress)
@@ -265,7 +267,14 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
     with signals.phase(WAITING):
-        synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
+        synced = run.sync.sync_step(
+            batch,
+            position,
+            error=error,
+            save=overdue,
+            num_retries=retries.take_count(),
+            row_sources=run.batches.row_sources if run.source_losses is not None else None,
+        )
     if synced.error is not None:
         _save_and_wait(run, progress)
         if run.sync.stop and isinstance(synced.error, OSError):
@@ -275,6 +284,19 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": wanted} if run.skipped else {})
     return NextBatch(batch=batch, position=position, row_fields=row_fields)
+
+
+def _measure_sources(run: Run, progress: Progress, batch: NextBatch) -> None:
+    """Adds the loss of each source of the next batch, before its update, to its row, if due."""
+    if run.source_losses is None or not _due(progress.step + 1, run.config.metrics.source_losses_every_steps):
+        return
+    _finish_steps(run, progress)
+    with run.sync.signals.phase("evaluating"):
+        losses = run.source_losses(
+            progress.state["params"], batch.batch, run.batches.row_sources, num_tokens=batch.row_fields
+        )
+    batch.row_fields.update(losses)
+    progress.timed_from_s = time.monotonic()
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -348,8 +370,20 @@ def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -
     }
     if metrics.spike is not None:
         row["spike"] = int(metrics.spike)
+    if metrics.layer_norms is not None:
+        row |= _layer_norms(metrics.layer_norms)
     progress.timed_from_s, progress.data_wait_s = now, 0.0
     return row
+
+
+def _layer_norms(norms: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
+    """Returns the norms of a row by parameter and layer, as `grad_norm/layer_07`, and the norm of the whole update."""
+    fields = {}
+    for name, parts in norms.items():
+        for part, values in parts.items():
+            labels = [part] if values.ndim == 0 else [f"layer_{index:02}" for index in range(len(values))]
+            fields |= {f"{name}/{label}": float(x) for label, x in zip(labels, np.atleast_1d(values), strict=True)}
+    return fields | {"update_norm": math.hypot(*(x for key, x in fields.items() if key.startswith("update_norm/")))}
 
 
 def progress_bar(

@@ -171,7 +171,7 @@ def programs_of_run(program: RunProgram) -> list[str]:
     names = ["start", *ticks, "update"] if program.accumulate == "programs" else ["train"]
     names += [*([] if program.inits_on_host else ["init"]), "norms", "digest"]
     names += ["digest_sums"] if config.train.check_devices_every_steps else []
-    names += ["eval"] if config.data.validation else []
+    names += ["eval"] if config.has_eval_step else []
     return names + sample_programs(config.train.sample_prompt)
 
 
@@ -208,6 +208,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         spikes=spikes,
         accumulate=run_pipeline if layout.size(("pipe",)) > 1 else None,
         replica_sync=replica_sync,
+        layer_norms=config.metrics.layer_norms,
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     orthogonalizers = None

@@ -22,6 +22,7 @@ COMMANDS = (
     "run goodput",
     "run watch",
     "run compare",
+    "run explain",
     "generate",
     "evaluate",
     "hf import",

@@ -11,7 +11,7 @@ from hlat_jax.host import process
 
 AREAS = {
     "train": "trains a model: hlat train --config=tiny",
-    "run": "goodput, watch, compare: where the time of a run went, alerts, two runs",
+    "run": "goodput, watch, compare, explain: time of a run, alerts, two runs, a step",
     "generate": "continues text with a trained model",
     "evaluate": "measures a trained model: perplexity and tasks",
     "data": "build, tokenizer, stats, peek: text for training",

@@ -30,6 +30,7 @@ class TrainBatches:
       manifest: identifies the documents (see streams.joint_manifest). Checkpoints hold it.
       num_documents: the number of documents, over all sources and rows.
       rows: the rows of the global batch that this loader returns.
+      row_sources: the number of the source of each row of the last batch, int64[len(rows)].
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TrainBatches:
     ):
         self._workers: _RowPrefetcher | None = None
         self._data, self.retries = data, retries or Retries()
+        self.row_sources = np.zeros(0, np.int64)
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
@@ -62,6 +64,7 @@ class TrainBatches:
             raise ValueError("these batches are closed.")
         made = self._workers.next_rows()
         self._position = np.stack([position for _, _, position in made])
+        self.row_sources = np.asarray([source for source, *_ in made])
         return [(source, row) for source, row, _ in made]
 
     def get_state(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -213,21 +214,61 @@ class ReplicaSync:
           of_leaf: function from an array to a sum over its elements.
           tree: arrays sharded like the optimizer's state.
         """
-        rules = self.layout.state_rules
-
-        def mesh_axes_of(axes: tuple[str, ...]) -> set[str]:
-            return {mesh_axis for axis in axes for mesh_axis in rules[axis]}
-
-        used = set().union(*jax.tree.leaves(self._map(lambda axes: frozenset(mesh_axes_of(axes)))))
-        split = tuple(axis for axis in self.layout.wide(self.layout.mesh.axis_names) if axis in used)
+        split = self._state_mesh_axes()
 
         def share(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
-            return of_leaf(part) / self.layout.size(set(split) - mesh_axes_of(axes))  # replicas count once
+            return of_leaf(part) / self._num_copies(axes, split)
 
         def sum_over_devices(parts: Any) -> jax.Array:
             return collectives.psum(sum(jax.tree.leaves(self._map(share, parts))), split)
 
         return self._shard_map(sum_over_devices, (self._state,), P())(tree)
+
+    def sums_of_squares_by_layer(self, trees: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
+        """Returns name of a tree -> parameter, or "layers" -> fp32 sum of squares, by one all-reduce.
+
+        Layers are stacked parameters, with the logical axis `layers` first. They have one sum each, [L].
+
+        Args:
+          trees: trees like the parameters, {name: parameter or tree}, sharded like the optimizer's state.
+        """
+        split, over_stages = self._state_mesh_axes(), self.layout.state_rules["layers"]
+        num_stages = self.layout.size(over_stages)
+
+        def local(trees: dict[str, Any], stage: jax.Array) -> dict[str, dict[str, jax.Array]]:
+            def of_leaf(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
+                dims = tuple(range(axes[0] == "layers", part.ndim))
+                return jnp.sum(jnp.square(part.astype(jnp.float32)), dims) / self._num_copies(axes, split)
+
+            def of_group(name: str, tree: Any) -> jax.Array:
+                total = sum(jax.tree.leaves(jax.tree.map(of_leaf, self.axes[name], tree, is_leaf=_is_axes)))
+                if num_stages == 1 or total.ndim == 0:
+                    return total
+                is_own = jnp.arange(num_stages, dtype=jnp.int32) == stage
+                return jnp.where(is_own[:, None], total, 0.0).reshape(-1)
+
+            sums = {name: {key: of_group(key, part) for key, part in tree.items()} for name, tree in trees.items()}
+            values, structure = jax.tree.flatten(sums)
+            whole = collectives.psum(jnp.concatenate([value.reshape(-1) for value in values]), split)
+            ends = np.cumsum([value.size for value in values])[:-1]
+            parts = zip(jnp.split(whole, ends), values, strict=True)
+            return structure.unflatten([part.reshape(value.shape) for part, value in parts])
+
+        # `axis_index` would divide by a number of replicas, see rule KB09 of docs/neuron-lint.md
+        stages = jnp.arange(num_stages, dtype=jnp.int32)
+        if self.layout.mesh.size == 1:
+            return local(trees, stages)
+        return self._shard_map(local, (dict.fromkeys(trees, self._state), P(over_stages)), P())(trees, stages)
+
+    def _state_mesh_axes(self) -> tuple[str, ...]:
+        """Returns the mesh axes that split the state of some parameter."""
+        used = {mesh_axis for axis in jax.tree.leaves(self.axes) for mesh_axis in self.layout.state_rules[axis]}
+        return tuple(axis for axis in self.layout.wide(self.layout.mesh.axis_names) if axis in used)
+
+    def _num_copies(self, axes: tuple[str, ...], split: tuple[str, ...]) -> int:
+        """Returns how often the devices along `split` hold each part of the state of a parameter."""
+        own = {mesh_axis for axis in axes for mesh_axis in self.layout.state_rules[axis]}
+        return self.layout.size(set(split) - own)
 
     def _all_gather(self, params: Any, over: Callable[[tuple[str, ...]], tuple[int, tuple[str, ...]]]) -> Any:
         """Returns parameters from their shards; `over`: logical axes -> (dim, mesh axes) to gather an array over."""

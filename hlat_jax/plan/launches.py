@@ -27,7 +27,7 @@ def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
         traced = {name: functools.partial(program.trace_microbatch_step, name) for name in step.programs}
         per_step = step.num_dispatches(program.num_microbatches) | {"update": 1}
     traced["norms"] = functools.partial(program.norms.trace, program.abstract_state)
-    if config.data.validation:
+    if config.has_eval_step:
         traced["eval"] = program.trace_eval_step
     ms, counts = launch_costs.collective_launch_ms(target.device_key(), mesh.size), {}
     for name, make_trace in traced.items():

@@ -198,7 +198,7 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
 
 
 def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
-    """Returns program -> estimated instructions, for a step and, if validation is on, `eval`.
+    """Returns program -> estimated instructions, for a step and, if the run has it, `eval`.
 
     Arrays outside `shard_map` are split like the moments.
     """
@@ -208,7 +208,7 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     if program.accumulate == "programs":
         names = (*program.training.microbatch_step.ticks, "update")
         traced = {name: functools.partial(program.trace_microbatch_step, name) for name in names}
-    if program.config.data.validation:
+    if program.config.has_eval_step:
         traced["eval"] = program.trace_eval_step
     num_shards = whole / state_bytes(updated)
     estimate = functools.partial(instructions.estimate_instructions, num_shards=num_shards)

@@ -1,13 +1,14 @@
-"""Prints the time of a run, watches it, or compares two: `python -m hlat_jax.run goodput|watch|compare RUN`."""
+"""Prints the time of a run, watches it, compares two, or explains a step: `python -m hlat_jax.run VERB RUN`."""
 
 from __future__ import annotations
 
 import json
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 
-from absl import flags
+from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
@@ -21,6 +22,7 @@ USAGE = """Usage: python -m hlat_jax.run VERB RUN [flags]
   goodput RUN   prints what each second of a run went to
   watch RUN     ends, or calls a webhook, if a run needs somebody
   compare A B   prints the first step at which two runs differ, and why
+  explain RUN@STEP   prints what moved before a step, and its documents
 
 RUN is a run folder; the run may still train. Run VERB --help for details.
 """
@@ -49,9 +51,17 @@ reason: config, data, versions, mesh, program, seed, skipped batches. A and B ar
 """
 
 
+_EXPLAIN = """Usage: python -m hlat_jax.run explain RUN@STEP [flags]
+
+Prints which loss or norm left its running median first, at STEP or in the ten steps before, the three earlier steps
+that are most alike, and the documents in the batch of STEP. RUN is a run folder. With metrics.layer_norms its rows have
+the norms of each layer.
+"""
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the verb and returns the exit code."""
-    verbs = {"goodput": _goodput, "watch": _watch, "compare": _compare}
+    verbs = {"goodput": _goodput, "watch": _watch, "compare": _compare, "explain": _explain}
     verb = flags_lib.choose_verb(argv, verbs, usage=USAGE)
     return verbs[verb](argv[1:])
 
@@ -93,6 +103,22 @@ def _compare(argv: Sequence[str]) -> int:
     from hlat_jax.run.compare import compare  # not at the top: goodput needs no NumPy
 
     print(compare(first, second, plot=values.plot))
+    return 0
+
+
+def _explain(argv: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    about = "Documents to show of each source."
+    flags.DEFINE_integer("documents", 8, about, 0, flag_values=values)
+    words = flags_lib.parse_inputs(argv, values, usage=_EXPLAIN, missing="RUN@STEP is missing, such as runs/tiny@300.")
+    match = re.fullmatch("(.+)@([0-9]{1,9})", words[0])
+    if len(words) > 1 or match is None:
+        raise ValueError(f"explain takes one RUN@STEP, such as runs/tiny@300, not {' '.join(words)}.")
+    check_folder(match[1], key="RUN")
+    logging.set_verbosity(logging.ERROR)  # silence absl INFO logs
+    from hlat_jax.run.explain import explain  # not at the top: goodput needs no NumPy
+
+    explain(local_path(match[1]), int(match[2]), num_documents=values.documents)
     return 0
 
 

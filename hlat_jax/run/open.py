@@ -40,7 +40,7 @@ from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.state import Inputs, Progress, Run
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
-from hlat_jax.run.validation import Best, Validation
+from hlat_jax.run.validation import Best, SourceLosses, Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import ROWS_FILE, MetricsLog, Silent, read_rows
 from hlat_jax.weights.hf_files import KEPT, keep_companions
@@ -225,14 +225,22 @@ def compile_run(
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     check_folder = FolderCheck(workdir)
     signals.watchdog.problem = check_folder.problem
-    validation = None
+    validation = source_losses = None
+    evaluate: Any = compilations.compile("eval") if config.has_eval_step else None
     if inputs.held_out:
-        evaluate = compilations.compile("eval")
         num_rows, sources = config.data.batch_size, {}
         for name, held_out in inputs.held_out.items():
             batches = [pad_rows(batch, layout, num_rows=num_rows) for batch in held_out.batches]
             sources[name] = dataclasses.replace(held_out, batches=batches)
         validation = Validation(sources, evaluate, layout, num_parts=program.num_eval_parts)
+    if config.metrics.source_losses_every_steps:
+        source_losses = SourceLosses(
+            [source.name for source in inputs.batches.definition.sources],
+            evaluate,
+            layout,
+            num_parts=program.num_eval_parts,
+            num_rows=config.data.batch_size,
+        )
     train_step = compiled_step(compilations)
     recompute = compiled_recompute(compilations, train_step) if config.train.check_devices_every_steps else None
     run = Run(
@@ -253,6 +261,7 @@ def compile_run(
         check_folder=check_folder,
         sync=StepSync(config, inputs.batches.rows, signals),
         validation=validation,
+        source_losses=source_losses,
         train_step=train_step,
         state_norms=compilations.compile("norms"),
         recompute=recompute,

@@ -22,7 +22,7 @@ from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.step_sync import FolderCheck, StepSync
-from hlat_jax.run.validation import Best, Validation
+from hlat_jax.run.validation import Best, SourceLosses, Validation
 from hlat_jax.step import State, StepMetrics
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.metrics import MetricsLog, Silent
@@ -75,6 +75,7 @@ class Run(Inputs):
     Attributes:
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics), which donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
+      source_losses: measures the sources of a batch, or None without `metrics.source_losses_every_steps`.
       recompute: computes a microbatch again, or None without `train.check_devices_every_steps`.
       log: the metrics log, silent in all processes except process 0.
       monitor: the utilization of the devices of process 0's node, as process 0 writes the rows.
@@ -85,6 +86,7 @@ class Run(Inputs):
     check_folder: FolderCheck
     sync: StepSync
     validation: Validation | None
+    source_losses: SourceLosses | None
     train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
     state_norms: Callable[[State], Mapping[str, jax.Array]]
     recompute: Recompute | None

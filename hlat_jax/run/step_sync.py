@@ -22,6 +22,7 @@ import numpy as np
 from hlat_jax.batch import Batch, take_rows
 from hlat_jax.config import Config
 from hlat_jax.data.loader import batch_hash
+from hlat_jax.data.mixture import parse_sources
 from hlat_jax.data.streams import skipped_records
 from hlat_jax.host import distributed
 from hlat_jax.host.process import LOCK_FILE, StopSignals, only_process
@@ -55,6 +56,7 @@ class StepSync:
     def __init__(self, config: Config, rows: Sequence[int], signals: StopSignals):
         """All processes call it at the same point; `rows` are the rows of the global batch that this process loads."""
         self._config, self._rows, self.signals = config, rows, signals
+        self._source_names = list(parse_sources(config.data.train, key="data.train"))
         self._stop = ""
         before = [json.loads(text) for text in distributed.exchange(json.dumps(list(rows)))][: jax.process_index()]
         # processes of one model replica load the same rows: each row is counted by the first of them
@@ -72,6 +74,7 @@ class StepSync:
         error: ValueError | OSError | None,
         save: bool,
         num_retries: int = 0,
+        row_sources: np.ndarray | None = None,
     ) -> SyncedStep:
         """Returns the status of all processes for the next step.
 
@@ -81,8 +84,11 @@ class StepSync:
           error: the reason if this process has no rows, else None.
           save: whether a checkpoint is due by the clock of this process.
           num_retries: the number of reads that this process repeated since the previous step.
+          row_sources: the number of the source of each row of this process, for the tokens of each source.
         """
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
+        if facts and row_sources is not None:
+            facts["source_tokens"] = self._source_tokens(batch, row_sources)
         failed = error and {"text": str(error), "unreadable": isinstance(error, OSError)}
         mine = {"facts": facts, "failed": failed, "save": save, "stop": self.signals.name}
         statuses = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
@@ -105,6 +111,10 @@ class StepSync:
             facts["skipped_records"] = skipped_records(position[self._counted])
         return facts
 
+    def _source_tokens(self, batch: Batch, row_sources: np.ndarray) -> list[int]:
+        counts = batch.weights[self._counted].sum(1)
+        return [int(counts[row_sources[self._counted] == source].sum()) for source in range(len(self._source_names))]
+
     def _join_facts(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the facts of the global batch; its hash is the XOR of the hashes of its parts."""
         whole = 0
@@ -114,6 +124,8 @@ class StepSync:
         if "padding" in parts[0]:
             num_tokens = self._config.data.batch_size * self._config.data.seq_len
             facts["padding_share"] = sum(part["padding"] for part in parts) / num_tokens
+        for source, name in enumerate(self._source_names if "source_tokens" in parts[0] else ()):
+            facts[f"source_tokens/{name}"] = sum(part["source_tokens"][source] for part in parts)
         if "skipped_records" in parts[0]:
             facts["skipped_records"] = sum(part["skipped_records"] for part in parts)
         if any(part["data_retries"] for part in parts):

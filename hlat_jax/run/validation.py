@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hlat_jax.batch import Batch
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.mixture import UNNAMED
-from hlat_jax.parallel.rows import shard_microbatches
+from hlat_jax.parallel.rows import pad_rows, shard_microbatches
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
 
@@ -51,17 +53,63 @@ class Validation:
         return row
 
     def _sums(self, params: Any, batch: Batch) -> tuple[float, float]:
-        """Returns (sum of losses, counted tokens) of one batch; blocks until they are computed.
-
-        On CPUs, independent programs may otherwise overlap in a different order in each process, so that their
-        collectives deadlock.
-        """
-        sums = [0.0, 0.0]
-        for part in shard_microbatches(batch, self.layout, num_microbatches=self.num_parts):
-            sums = [total + float(added) for total, added in zip(sums, self.eval_step(params, part), strict=True)]
+        """Returns (sum of losses, counted tokens) of one batch, and shows the progress."""
+        sums = _sums(self.eval_step, params, batch, layout=self.layout, num_parts=self.num_parts)
         self.status.share += 1 / sum(len(held_out.batches) for held_out in self.sources.values())
         self.status.text = "evaluating"
-        return tuple(sums)
+        return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceLosses:
+    """Measures the loss of each source in the batch of a step, by a forward pass of each.
+
+    Attributes:
+      names: names of the sources, in the order of data.train.
+      eval_step, layout, num_parts: as in `Validation`.
+      num_rows: number of rows of the batch of the whole job.
+    """
+
+    names: Sequence[str]
+    eval_step: Callable[..., Any]
+    layout: Layout
+    num_parts: int
+    num_rows: int
+
+    def __call__(
+        self, params: Any, batch: Batch, row_sources: np.ndarray, num_tokens: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Returns `source_loss/NAME`, in nats per counted token, of each source with tokens in the batch.
+
+        Args:
+          params: parameters.
+          batch: the rows of this process.
+          row_sources: the number of the source of each of these rows.
+          num_tokens: `source_tokens/NAME` of the whole batch, the same in all processes.
+        """
+        losses = {}
+        for source, name in enumerate(self.names):
+            if num_tokens[f"source_tokens/{name}"]:
+                weights = np.where((row_sources == source)[:, None], batch.weights, np.float32(0.0))
+                rows = pad_rows(dataclasses.replace(batch, weights=weights), self.layout, num_rows=self.num_rows)
+                loss, count = _sums(self.eval_step, params, rows, layout=self.layout, num_parts=self.num_parts)
+                losses[f"source_loss/{name}"] = loss / count
+        return losses
+
+
+def _sums(
+    eval_step: Callable[..., Any], params: Any, batch: Batch, *, layout: Layout, num_parts: int
+) -> tuple[float, float]:
+    """Returns (sum of losses, counted tokens) of a batch; blocks until they are computed.
+
+    On CPUs, independent programs may otherwise overlap in a different order in each process, so that their collectives
+    deadlock.
+    """
+    loss = count = 0.0
+    for part in shard_microbatches(batch, layout, num_microbatches=num_parts):
+        added = eval_step(params, part)
+        loss, count = loss + float(added[0]), count + float(added[1])
+    return loss, count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,8 @@ class StepOptions:
       spikes: policy for steps with a loss or gradient norm far above earlier ones, which are skipped or reported, see
         `optimizer.SpikePolicy`. By default there is none.
       loss_scale: whether the loss is scaled, for gradients in fp16, see `step.loss_scale`.
+      layer_norms: whether the metrics have the norms of the gradient and the update of each layer, which needs a
+        `replica_sync`. Its logical axis `layers` is first in the axes of stacked layers.
       state_in_place: whether XLA on one CPU writes the state of an Optax optimizer after the weights, without a copy of
         the old state. It takes less memory and more time. A `training_program` with a memory budget sets it.
 
@@ -49,6 +51,7 @@ class StepOptions:
     replica_sync: ReplicaSync | None = None
     spikes: SpikePolicy | None = None
     loss_scale: bool = False
+    layer_norms: bool = False
     state_in_place: bool = False
 
     def __post_init__(self):
@@ -64,6 +67,8 @@ class StepOptions:
             raise ValueError(f"StepOptions.num_microbatches={count!r} must be an int of 1 or more.")
         if self.accumulate is not None and self.loss_scale:
             raise ValueError("StepOptions.accumulate sums unscaled losses. Leave loss_scale or accumulate out.")
+        if self.layer_norms and self.replica_sync is None:
+            raise ValueError("StepOptions.layer_norms needs a replica_sync, whose axes name the layers. Give one.")
         if self.zero is not None and self.replica_sync is not None:
             raise ValueError("StepOptions.zero and .replica_sync both shard the parameters. Give one of them.")
         if self.zero is not None:

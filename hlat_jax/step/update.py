@@ -36,6 +36,9 @@ class StepMetrics:
       spike: bool, whether a finite loss or gradient norm is far above earlier ones, see `optimizer.SpikePolicy`. None
         without `StepOptions.spikes`.
       aux: float32 auxiliary values of the loss function, see `step.loss_signature`. None without `has_aux`.
+      layer_norms: {"grad_norm", "update_norm"}: parameter, or "layers" -> float32 L2 norm, for layers [L]. The gradient
+        is the mean before clipping. The update is what the optimizer adds to the weights, before rounding and also if
+        it is masked. None without `StepOptions.layer_norms`.
     """
 
     loss: jax.Array
@@ -45,6 +48,7 @@ class StepMetrics:
     finite: jax.Array
     aux: Any = None
     spike: jax.Array | None = None
+    layer_norms: dict[str, dict[str, jax.Array]] | None = None
 
 
 def make_update(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable:
@@ -83,6 +87,7 @@ def make_update(optimizer: optax.GradientTransformation, options: StepOptions) -
             finite=means.finite,
             spike=spike,
             aux=mean_aux(means.aux.aux, num_parts=options.num_microbatches * options.row_degree),
+            layer_norms=_layer_norms(means.grads, updates, options) if options.layer_norms else None,
         )
         return new_state, metrics
 
@@ -138,6 +143,13 @@ def _means(state: State, computed: tuple[Sums, Any], options: StepOptions) -> _M
     for leaf in jax.tree.leaves(aux.model_state):
         finite &= jnp.isfinite(leaf).all()
     return _Means(loss_sum, aux, scale, per_token, grads, weights, grad_norm, param_norm, finite)
+
+
+def _layer_norms(grads: Any, updates: Any, options: StepOptions) -> dict[str, dict[str, jax.Array]]:
+    """Returns `StepMetrics.layer_norms`, by one all-reduce of all of them."""
+    assert options.replica_sync is not None  # `StepOptions` checks it
+    sums = options.replica_sync.sums_of_squares_by_layer({"grad_norm": grads, "update_norm": updates})
+    return jax.tree.map(jnp.sqrt, sums)
 
 
 def _in_blocks(options: StepOptions) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 from refusals import assert_names, refused
 
 from hlat_jax.config import default
@@ -42,6 +43,21 @@ def test_retries_of_all_processes_are_summed_if_any(monkeypatch):
         monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
         fields = sync.sync_step(None, None, error=None, save=False).row_fields
         assert fields == {"batch_hash": "0" * 32} | expected
+
+
+def test_tokens_of_sources_are_summed_over_processes(monkeypatch, small, make_batch):
+    small.data.train, sent = "a=x;b=y;c=z", []
+    monkeypatch.setattr(step_sync.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(step_sync.distributed, "exchange", lambda mine: ["[0, 1]", mine])
+    sync = step_sync.StepSync(small, [1, 2], StopSignals())  # row 1 is that of the process before
+    batch = step_sync.take_rows(make_batch(0, small), [1, 2])
+    batch.weights[1, :5] = 0.0
+    monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
+    monkeypatch.setattr(step_sync.distributed, "exchange", lambda mine: sent.append(mine) or [mine, mine])
+    synced = sync.sync_step(batch, None, error=None, save=False, row_sources=np.asarray([0, 2]))
+    assert json.loads(sent[0])["facts"]["source_tokens"] == [0, 0, batch.weights[1].sum()]
+    tokens = {key: value for key, value in synced.row_fields.items() if key.startswith("source_tokens/")}
+    assert tokens == {"source_tokens/a": 0, "source_tokens/b": 0, "source_tokens/c": 2 * batch.weights[1].sum()}
 
 
 def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatch):

@@ -145,11 +145,13 @@ def run(c, folder):
         except (ValueError, NonFiniteError) as caught:
             error = str(caught)
     printed = stdout.getvalue().splitlines()
-    rows = [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else []
+    written = micro.rows(folder) if not error or "steps in a row" in error else []
+    rows = [micro.exact(row) for row in written]
     evaluated = [row for row in rows if "eval_loss" in row]
     files = {path.name for path in folder.rglob("*")}
     return {
         "rows": [error, *rows],
+        "sources": [key for row in written for key in row if key.startswith("source_")],
         "steps": [row["step"] for row in rows if "loss" in row],
         "losses": [row["loss"] for row in rows if "loss" in row][:3],
         "evaluations": [row["step"] for row in evaluated],
@@ -307,6 +309,8 @@ FIELDS = {
     "metrics.tensorboard": in_run(True, part="tensorboard", group="a"),
     "metrics.wandb_project": in_run("novels", part="rows"),
     "metrics.plot": in_run(True, part="loss.png", group="a"),
+    "metrics.layer_norms": Row(True, program),
+    "metrics.source_losses_every_steps": in_run(2, part="sources"),
     "metrics.neuron_monitor": in_run("on", part="monitor", group="a"),
 }
 

@@ -55,6 +55,7 @@ SHORTER = (
     (r"(hlat_jax.plan) --config=7b --nodes=64 --search", r"\1 --config=tiny --instance=trn1.2xlarge --search"),
     (r"(hlat_jax.neuron (?:ladder|hlo)) --config=7b", r"\1 --config=tiny"),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
+    (r"explain runs/tiny@300", "explain runs/tiny@12"),
     (r"branch_from=runs/tiny@108 (.*)num_steps=288", r"branch_from=runs/tiny@6 \1num_steps=12"),
     (r"branch_from=runs/stable@160 (.*)num_steps=200", r"branch_from=runs/stable@6 \1num_steps=12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),

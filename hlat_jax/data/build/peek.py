@@ -37,11 +37,37 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
+    size = f"{count_text(data.batch_size, 'row')} of {count_text(data.seq_len, 'token')}"
+    print(f"step {step} of {config.name}: {size}, packing {data.packing}")
+    definition, made = replay(data, workdir, tokenizer=tokenizer, step=step, rows=rows)
+    for row_index, (source, packed) in zip(rows, made, strict=True):
+        print_row(packed, row=row_index, source=source, definition=definition, tokenizer=tokenizer)
+    if row is not None:
+        return 0  # the hash of a step covers all its rows
+    own_hash, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
+    recorded = [row for row in read_rows(path) if "batch_hash" in row]
+    recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
+    if not recorded:
+        print(f"\nbatch {own_hash}, without a row of step {step} in {path} to compare it with")
+        return 0
+    is_same = recorded[-1]["batch_hash"] == own_hash
+    print(f"\nbatch {own_hash}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
+    return 0 if is_same else 1
+
+
+def replay(
+    data: config_lib.DataConfig, workdir: pathlib.Path, *, tokenizer: Tokenizer, step: int, rows: list[int]
+) -> tuple[Definition, list[tuple[int, packing.Row]]]:
+    """Returns the opened sources, and (number of its source, row) for each of `rows` of batch `step`.
+
+    It prints the position from which it replays.
+
+    Raises:
+      ValueError: data that cannot be opened, or a run folder that belongs to other data.
+    """
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        size = f"{count_text(data.batch_size, 'row')} of {count_text(data.seq_len, 'token')}"
-        print(f"step {step} of {config.name}: {size}, packing {data.packing}")
         kept = positions.nearest_position(workdir, step - 1, data_identity=batches.definition.identity)
         num_passed, begins = 0, f"the beginning (none is recorded in {workdir})"
         if kept is not None:
@@ -54,22 +80,9 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             for count in range(1, replayed + 1):
                 batches.next_rows()
                 status.share, status.text = count / replayed, count_text(count, "batch")
-        made = batches.next_rows()
+        return batches.definition, batches.next_rows()
     finally:
         batches.close()
-    for row_index, (source, packed) in zip(rows, made, strict=True):
-        print_row(packed, row=row_index, source=source, definition=batches.definition, tokenizer=tokenizer)
-    if row is not None:
-        return 0  # the hash of a step covers all its rows
-    own_hash, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
-    recorded = [row for row in read_rows(path) if "batch_hash" in row]
-    recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
-    if not recorded:
-        print(f"\nbatch {own_hash}, without a row of step {step} in {path} to compare it with")
-        return 0
-    is_same = recorded[-1]["batch_hash"] == own_hash
-    print(f"\nbatch {own_hash}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
-    return 0 if is_same else 1
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
