@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import get_axis_env
 from jax._src.distributed import global_state
 from jax.extend import backend
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -17,6 +18,7 @@ __all__ = [
     "TESTED_VERSIONS",
     "ad",
     "batching",
+    "bound_axes",
     "compile_for_local_devices",
     "global_state",
     "hlo_module",
@@ -34,6 +36,11 @@ except ImportError:  # JAX 0.9: a lowering rule cannot set the sharding that exp
 
     def lower_with_sharding_in_types(ctx, op, aval):
         return op
+
+
+def bound_axes() -> list[tuple[Any, int]]:
+    """Returns (name, size) of each axis that collectives can name here, under `jax.vmap` or `jax.shard_map`."""
+    return list(get_axis_env().axis_sizes.items())
 
 
 def pallas_gpu_attention() -> ModuleType:

@@ -13,24 +13,26 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass, residuals
+from hlat_jax.host.jax_compat import bound_axes
+from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, module_state, remat_pass, residuals
 from hlat_jax.passes.autocast_pass import CastPolicy
-from hlat_jax.passes.jaxpr import by_value, function_name, is_array, is_inexact, perturbed_at
+from hlat_jax.passes.jaxpr import by_value, function_name, is_array, is_inexact, perturbed_at, without_dead_code
 from hlat_jax.passes.liveness import estimated_temporaries
-from hlat_jax.passes.products import live_jaxpr, products_by_dtype
+from hlat_jax.passes.products import products_by_dtype
 from hlat_jax.passes.remat_pass import RematOptions, RematPlan
 from hlat_jax.passes.rewrite.chunks import MAX_BYTES
 
 _Args = ParamSpec("_Args")
+_Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
-_Fn = Callable[_Args, _Result]
 _DEFAULT = RematOptions()
 ORDER = ("autocast", "kernels", "chunk", "select_residuals", "remat")  # as in `training_program`
 
@@ -41,27 +43,38 @@ class Passed(Generic[_Args, _Result]):
     Args:
       name: the pass, one of `ORDER`.
       fn: the function, which may be under other passes.
-      changed: the function as the pass changes it. Its `report`, if it has one, is part of the table.
+      change: the pass. If the changed function has a `report`, it is part of the table.
     """
 
-    def __init__(self, name: str, fn: Callable[_Args, _Result], changed: Callable[_Args, _Result]):
+    def __init__(self, name: str, fn: Callable[_Args, _Result], change: Callable[[Callable], Callable]):
         functools.update_wrapper(self, fn, updated=())
-        self._name, self._fn, self._changed = name, fn, changed
+        self._name, self._fn, self._changed = name, fn, change(module_state.pure(fn))
         self._called: tuple[tuple, dict] | None = None
+        self._axes: Sequence[tuple[Any, int]] = ()
         later = [one for one in self._names() if ORDER.index(one) > ORDER.index(name)]
         if later:
             warnings.warn(
                 f"{name} runs after {later[-1]} on {function_name(fn)}, so it may change less. "
                 f"The order of training_program is {', '.join(ORDER)}.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        self._called = jax.tree.map(_shape_of, (args, kwargs))
+        return module_state.impure(self._call)(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> tuple[_Result, dict[int, Any]]:
+        """Calls the changed function with modules as `module_state.Split`."""
+        self._called, self._axes = jax.tree.map(_shape_of, (args, kwargs)), bound_axes()
         return self._changed(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Callable:
-        return self if instance is None else functools.partial(self, instance)
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Passed[_Args, _Result]: ...
+    @overload
+    def __get__(
+        self: Passed[Concatenate[Any, _Rest], _Result], instance: object, owner: Any = None
+    ) -> Passed[_Rest, _Result]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # it has the report of the function too
 
     def _names(self) -> list[str]:
         return [*self._fn._names(), self._fn._name] if isinstance(self._fn, Passed) else []
@@ -82,15 +95,16 @@ class Passed(Generic[_Args, _Result]):
         """
         if self._called is None:
             raise ValueError(f"{self._name}: call the function, or trace it with jax.eval_shape, before its report.")
-        args, kwargs = self._called
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        called, axes = self._called, self._axes
+        leaves, tree = jax.tree.flatten(called)
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         shapes = [leaves[at] for at in places]
         rows = []
         for name, fn, lines in self._stages():
-            traced = jax.jit(_with_gradients(fn, leaves, tree, places)).trace(*shapes)
-            rows.append((name, live_jaxpr(traced), lines))
-        self._called = args, kwargs  # of the call, not of this trace
+            run = _with_gradients(module_state.pure(fn), leaves, tree, places)
+            closed: Any = jax.make_jaxpr(run, axis_env=axes)(*shapes)
+            rows.append((name, without_dead_code(closed.jaxpr), lines))
+        self._called, self._axes = called, axes  # of the call, not of this trace
         return table(rows, shapes)
 
 
@@ -145,7 +159,24 @@ def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def autocast(fn: _Fn | None = None, *, policy: CastPolicy | str = "bf16") -> Any:
+class Decorator(Protocol):
+    """A pass with its options, to be applied to a function."""
+
+    def __call__(self, fn: Callable[_Args, _Result], /) -> Passed[_Args, _Result]: ...
+
+
+def _under(name: str, fn: Any, change: Callable[[Callable], Callable]) -> Any:
+    """Returns a function, or a class or static method, under a pass."""
+    if isinstance(fn, (classmethod, staticmethod)):
+        return type(fn)(Passed(name, fn.__func__, change))
+    return Passed(name, fn, change)
+
+
+@overload
+def autocast(fn: Callable[_Args, _Result], *, policy: CastPolicy | str = "bf16") -> Passed[_Args, _Result]: ...
+@overload
+def autocast(fn: None = None, *, policy: CastPolicy | str = "bf16") -> Decorator: ...
+def autocast(fn: Any = None, *, policy: CastPolicy | str = "bf16") -> Any:
     """Returns the function with its fp32 matrix products in bf16 or fp16, see `autocast_pass.autocast`.
 
     Args:
@@ -154,10 +185,16 @@ def autocast(fn: _Fn | None = None, *, policy: CastPolicy | str = "bf16") -> Any
     """
     if fn is None:
         return functools.partial(autocast, policy=policy)
-    return Passed("autocast", fn, autocast_pass.autocast(fn, policy))
+    return _under("autocast", fn, functools.partial(autocast_pass.autocast, policy=policy))
 
 
-def kernels(fn: _Fn | None = None, *, platform: str | None = None, check: bool = True) -> Any:
+@overload
+def kernels(
+    fn: Callable[_Args, _Result], *, platform: str | None = None, check: bool = True
+) -> Passed[_Args, _Result]: ...
+@overload
+def kernels(fn: None = None, *, platform: str | None = None, check: bool = True) -> Decorator: ...
+def kernels(fn: Any = None, *, platform: str | None = None, check: bool = True) -> Any:
     """Returns the function with the platform's attention kernel called where it fits, see `kernels_pass.kernels`.
 
     Args:
@@ -166,12 +203,22 @@ def kernels(fn: _Fn | None = None, *, platform: str | None = None, check: bool =
     """
     if fn is None:
         return functools.partial(kernels, platform=platform, check=check)
-    return Passed("kernels", fn, kernels_pass.kernels(fn, platform=platform, check=check))
+    return _under("kernels", fn, functools.partial(kernels_pass.kernels, platform=platform, check=check))
 
 
+@overload
 def chunk(
-    fn: _Fn | None = None, *, max_bytes: int | str = MAX_BYTES, rules: Collection[str] = (), check: bool = True
-) -> Any:
+    fn: Callable[_Args, _Result],
+    *,
+    max_bytes: int | str = MAX_BYTES,
+    rules: Collection[str] = (),
+    check: bool = True,
+) -> Passed[_Args, _Result]: ...
+@overload
+def chunk(
+    fn: None = None, *, max_bytes: int | str = MAX_BYTES, rules: Collection[str] = (), check: bool = True
+) -> Decorator: ...
+def chunk(fn: Any = None, *, max_bytes: int | str = MAX_BYTES, rules: Collection[str] = (), check: bool = True) -> Any:
     """Returns the function with intermediates above a size computed in chunks, see `chunk_pass.chunk`.
 
     Args:
@@ -181,10 +228,14 @@ def chunk(
     parse_bytes(max_bytes, name="max_bytes")  # at once, and not when the decorator is applied
     if fn is None:
         return functools.partial(chunk, max_bytes=max_bytes, rules=rules, check=check)
-    return Passed("chunk", fn, chunk_pass.chunk(fn, max_bytes=max_bytes, rules=rules, check=check))
+    return _under("chunk", fn, functools.partial(chunk_pass.chunk, max_bytes=max_bytes, rules=rules, check=check))
 
 
-def select_residuals(fn: _Fn | None = None) -> Any:
+@overload
+def select_residuals(fn: Callable[_Args, _Result]) -> Passed[_Args, _Result]: ...
+@overload
+def select_residuals(fn: None = None) -> Decorator: ...
+def select_residuals(fn: Any = None) -> Any:
     """Returns the function with fewer bytes kept for its backward pass, see `residuals.select_residuals`.
 
     Args:
@@ -192,16 +243,38 @@ def select_residuals(fn: _Fn | None = None) -> Any:
     """
     if fn is None:
         return select_residuals
-    return Passed("select_residuals", fn, residuals.select_residuals(fn))
+    return _under("select_residuals", fn, residuals.select_residuals)
 
 
+def _loss_and_grads(loss: Callable) -> Callable:
+    """Returns a function to the loss and its gradients by the float arrays of the first argument."""
+
+    def program(first: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(first)
+        floats = [at for at, leaf in enumerate(leaves) if is_array(leaf) and is_inexact(leaf)]
+
+        def of_floats(given: list[Any]) -> Any:
+            chosen = dict(zip(floats, given, strict=True))
+            own = jax.tree.unflatten(tree, [chosen.get(at, leaf) for at, leaf in enumerate(leaves)])
+            return loss(own, *args, **kwargs)
+
+        return jax.value_and_grad(of_floats)([leaves[at] for at in floats])
+
+    return program
+
+
+_Step = Callable[[Callable], Callable]
+
+
+@overload
 def remat(
-    fn: _Fn | None = None,
-    *,
-    budget: int | str,
-    step: Callable[[Callable], Callable] = jax.value_and_grad,
-    options: RematOptions = _DEFAULT,
-) -> Any:
+    fn: Callable[_Args, _Result], *, budget: int | str, step: _Step = _loss_and_grads, options: RematOptions = _DEFAULT
+) -> Passed[_Args, _Result]: ...
+@overload
+def remat(
+    fn: None = None, *, budget: int | str, step: _Step = _loss_and_grads, options: RematOptions = _DEFAULT
+) -> Decorator: ...
+def remat(fn: Any = None, *, budget: int | str, step: _Step = _loss_and_grads, options: RematOptions = _DEFAULT) -> Any:
     """Returns the function with intermediates computed again, so that `step` of it fits a budget of temporaries.
 
     The first call with new shapes compiles programs until one fits. Later calls use its choice.
@@ -209,7 +282,8 @@ def remat(
     Args:
       fn: the function. Without it, the result is a decorator.
       budget: "12GiB" or bytes, on one device.
-      step: function from `fn` to the program that must fit. It takes the arguments of `fn`.
+      step: function from `fn` to the program that must fit. It takes the arguments of `fn`. The default program is
+        the loss and its gradients by the float arrays of the first argument.
       options: options of the choice.
 
     Raises:
@@ -218,7 +292,7 @@ def remat(
     parse_bytes(budget, name="budget")  # at once, and not when the function is called
     if fn is None:
         return functools.partial(remat, budget=budget, step=step, options=options)
-    return Passed("remat", fn, _WithinBudget(fn, budget, step, options))
+    return _under("remat", fn, functools.partial(_WithinBudget, budget=budget, step=step, options=options))
 
 
 class _WithinBudget:
@@ -250,16 +324,23 @@ class _WithinBudget:
         key = tuple(map(by_value, shapes)), tree
         if key not in self._plans:
             functools.update_wrapper(of_arrays, self._fn, updated=())
-            self._plans[key] = remat_pass.fit(
-                of_arrays,
-                *only_arrays(shapes),
-                budget_bytes=self._budget,
-                step=self._step,
-                options=self._options,
-                name="budget",
-            )
+            self._plans[key] = self._fit(of_arrays, only_arrays(shapes))
         self._last = self._plans[key]
         return self._last.fn(*only_arrays(leaves))
+
+    def _fit(self, of_arrays: Callable, shapes: tuple) -> RematPlan:
+        own_step = self._step is not _loss_and_grads and module_state.has_modules(shapes)
+        step = functools.partial(module_state.program_of, self._step, with_modules=own_step)
+        given: dict[str, Any] = {"budget_bytes": self._budget, "options": self._options, "name": "budget"}
+        try:
+            return remat_pass.fit(of_arrays, *shapes, step=step, **given)
+        except NameError as error:
+            if not bound_axes():
+                raise
+            raise ValueError(
+                f"remat compiles {function_name(self._fn)} alone, but it has a collective: {error}. Apply remat to the "
+                "function that has jax.vmap or jax.shard_map inside."
+            ) from error
 
     def report(self) -> str:
         return "" if self._last is None else str(self._last.report())

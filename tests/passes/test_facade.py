@@ -87,6 +87,60 @@ def test_a_pass_takes_a_flax_nnx_module(name):
     assert_close(ours, nnx.jit(nnx.value_and_grad(of_module))(Head(), X, Y))
 
 
+class Noisy(nnx.Module):
+    """A module that updates statistics and two references to one stream of random numbers, and has tied weights."""
+
+    def __init__(self):
+        self.first = self.second = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(32, rngs=nnx.Rngs(0))
+        self.rngs = self.same_rngs = nnx.Rngs(dropout=1)
+
+    def __call__(self, x):
+        x = self.norm(self.first(x)) * jax.random.bernoulli(self.rngs.dropout(), 0.5, x.shape)
+        return jnp.tanh(self.second(x)) * jax.random.bernoulli(self.same_rngs.dropout(), 0.5, x.shape)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_pass_keeps_the_updates_of_a_flax_nnx_module(name):
+    def of_module(module, x):
+        return jnp.mean(module(x) ** 2)
+
+    ours, plain = Noisy(), Noisy()
+    for _ in range(2):  # the second step reads the updates of the first
+        fn = nnx.jit(nnx.value_and_grad(MAKERS[name](of_module)))
+        assert_close(fn(ours, X), nnx.jit(nnx.value_and_grad(of_module))(plain, X))
+    assert_close(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat))
+    assert ours.rngs.dropout.count[...] == plain.rngs.dropout.count[...] == 4
+
+
+@pytest.mark.slow
+def test_passes_one_over_another_keep_the_updates_of_a_module():
+    @passes.remat(budget="16MiB", step=nnx.value_and_grad)
+    @passes.select_residuals
+    @passes.chunk(**SMALL)
+    def of_module(module, x):
+        return jnp.mean(module(x) ** 2)
+
+    ours, plain = Noisy(), Noisy()
+    nnx.value_and_grad(of_module)(ours, X)
+    plain(X)
+    assert_close(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat))
+    assert "remat" in of_module.report()
+
+
+def test_a_module_that_gains_a_variable_under_a_pass_is_refused():
+    class Growing(nnx.Module):
+        def __call__(self, x):
+            self.last = nnx.Variable(x)
+            return jnp.sum(x)
+
+    def of_module(module, x):
+        return module(x)
+
+    with pytest.raises(ValueError, match=r"of_module adds variables .* nnx.split"):
+        passes.chunk(of_module)(Growing(), X)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_pass_takes_an_equinox_module(name):
@@ -124,6 +178,32 @@ def test_decorators_apply_to_methods_and_their_report_has_a_row_for_each():
     assert "float32[8,32,512] in" in rows[3]
 
 
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+def test_a_pass_goes_over_and_under_methods_of_a_class(kind):
+    def total(*given):
+        return jnp.sum(given[-1])
+
+    class Model:
+        over = passes.chunk(kind(total))
+        under = kind(passes.chunk(max_bytes="1MiB")(total))
+
+    for fn in (Model.over, Model.under, Model().over, Model().under):
+        assert float(fn(W)) == float(total(W))
+        assert "chunk" in fn.report()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_report_is_made_of_a_function_with_a_named_axis(name):
+    ours = MAKERS[name](lambda w, x: jax.lax.pmean(jnp.sum(jnp.tanh(x @ w)), "rows"))
+    mapped = jax.vmap(jax.grad(ours), (None, 0), axis_name="rows")
+    if name == "remat":  # a program of its own has no axis
+        with pytest.raises(ValueError, match=r"unbound axis name: rows. Apply remat to the function that has jax.vmap"):
+            mapped(W, X)
+    else:
+        mapped(W, X)
+        assert name in ours.report()
+
+
 def test_a_choice_is_searched_again_for_another_argument_without_a_shape():
     ours = passes.remat(lambda w, kind: jnp.sum(w) * (2 if kind == 1 else 3), budget="1GiB")
     assert [float(ours(W, kind)) for kind in (1, "1")] == pytest.approx([2 * W.sum(), 3 * W.sum()])
@@ -136,8 +216,10 @@ def test_a_report_takes_results_without_a_dtype():
 
 
 def test_an_order_that_may_change_less_is_warned_of():
-    with pytest.warns(UserWarning, match="autocast runs after chunk"):
-        passes.autocast(passes.chunk(loss))
+    for decorate in (passes.autocast, passes.autocast(policy="bf16")):
+        with pytest.warns(UserWarning, match="autocast runs after chunk") as warned:
+            decorate(passes.chunk(loss))
+        assert warned[0].filename == __file__
     with warnings.catch_warnings(action="error"):
         passes.remat(passes.select_residuals(passes.chunk(passes.kernels(passes.autocast(loss)))), budget="1GiB")
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = """
-from typing import Any
+from typing import Any, assert_type
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.model import Decoder, apply, init_params, param_specs
+from hlat_jax import passes
 from hlat_jax.neuron import lint
 from hlat_jax.passes import remat_pass
 from hlat_jax.passes.autocast_pass import autocast
@@ -62,6 +63,35 @@ metrics.los  # attr-defined
 
 plan = remat_pass.fit(loss, params, batch, budget_bytes="1GiB")
 plan.fn(params, batch)
+
+
+@passes.remat(budget="1GiB")
+@passes.select_residuals
+@passes.chunk(max_bytes="4MiB", rules=["cross_entropy"])
+@passes.autocast(policy="bf16")
+@passes.kernels
+def loss_under_passes(params: dict[str, Any], batch: Batch, *, scale: float = 1.0) -> jax.Array:
+    return scale * loss(params, batch)
+
+
+assert_type(loss_under_passes(params, batch, scale=2.0), jax.Array)
+loss_under_passes(params)  # call-arg
+loss_under_passes(params, tokens)  # arg-type
+assert_type(loss_under_passes.report(), str)
+assert_type(passes.chunk(loss)(params, batch), jax.Array)
+passes.chunk(loss, max_byte="4MiB")  # call-overload
+passes.remat(loss)  # call-overload
+
+
+class Trainer:
+    @passes.chunk(max_bytes="4MiB")
+    def loss(self, params: dict[str, Any], batch: Batch) -> jax.Array:
+        return loss(params, batch)
+
+
+assert_type(Trainer().loss(params, batch), jax.Array)
+Trainer().loss(params)  # call-arg
+Trainer().loss.report()
 model, loaded = hlat_jax.hf.load("folder", dtype="bfloat16")
 apply(loaded, model, tokens)
 hlat_jax.hf.load("folder", dtpye="bfloat16")  # call-arg
