@@ -362,8 +362,8 @@ def test_a_pass_that_saves_memory_is_kept_by_measuring():
 
 
 def test_a_choice_by_measuring_names_passes_and_has_shapes():
+    options = {"residuals": True, "only_if_smaller": ("remat",)}
     with pytest.raises(ValueError, match=r"only_if_smaller has 'remat'\. It takes .*\['residuals'\]"):
-        options = {"residuals": True, "only_if_smaller": ("remat",)}
         training_program(ensemble, OPTIMIZER, options=options, **SMALL_ENSEMBLE)
     with pytest.raises(ValueError, match=r"Give params=\.\.\. and batch="):
         training_program(ensemble, OPTIMIZER, options={"residuals": True, "only_if_smaller": ("residuals",)})
