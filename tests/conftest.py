@@ -51,7 +51,8 @@ gc.set_threshold(100_000, 20, 20)  # traces make millions of objects and few cyc
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, default=0, help="of the covering array of tests/parallel")
+    parser.addoption("--seed", type=int, default=0, help="of the covering array of tests/parallel, and of the programs")
+    parser.addoption("--programs", type=int, default=100, help="number of random programs of tests/passes")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass
 from hlat_jax.passes.autocast_pass import CastPolicy
 from hlat_jax.passes.facade import table
 from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate_step
 from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.passes.remat_pass import RematOptions, RematPlan
+from hlat_jax.passes.remat_pass import RematOptions, RematPlan, temporaries
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.step import (
     FP32,
@@ -136,6 +136,7 @@ def training_program(
     kernels: bool = False,
     chunk: int | str | None = None,
     residuals: bool = False,
+    only_if_smaller: Collection[str] = (),
     memory_budget: int | str | None = None,
     remat: RematOptions | None = None,
     simulate: str | None = None,
@@ -159,6 +160,8 @@ def training_program(
       chunk: size above which intermediates are computed in chunks, "64MiB" or bytes, see `passes.chunk`.
       residuals: whether to recompute cheap intermediates in the backward pass if that keeps fewer bytes, see
         `passes.residuals`.
+      only_if_smaller: passes to leave out if XLA allocates more temporaries for the step with the pass, such as
+        ("chunk", "residuals"). The step is compiled once without them, and once with each. Needs params and batch.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes. The values that are saved
         for the backward pass are chosen to fit, see `passes.remat`. If no choice fits, long scans are split in two and
         large intermediates are computed in chunks, before `residuals`. By default the loss function decides.
@@ -178,17 +181,22 @@ def training_program(
     before = _passes(autocast=autocast, kernels=kernels, chunk=chunk, platform=options.platform)
     after = [Pass("residuals", select_residuals, _no_report)] if residuals else []
     _check_passes(options, autocast, [*before, *after], memory_budget, remat)
+    _check_only_if_smaller(only_if_smaller, [*before, *after], has_shapes=params is not None and batch is not None)
     shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
     options = _step_options(options, autocast, memory_budget)
     step = train_step(loss_fn, optimizer, transform_step=_simulation(simulate, options), options=options, **shapes)
-    stages = _apply_passes([Stage("loss", _warned_of_shared_keys(step, loss_fn, options), str)], before)
+    plain = [Stage("loss", _warned_of_shared_keys(step, loss_fn, options), str)]
     if params is None or batch is None:
         if memory_budget is not None:
             raise ValueError("memory_budget is compared with the compiled step. Give params=... and batch=... too.")
-        return TrainingProgram(_apply_passes(stages, after))
+        return TrainingProgram(_apply_passes(plain, [*before, *after]))
     check_fields(batch)
     shapes_of_batch = jax.tree.map(_shape_of, batch)
     arguments = step.arguments(params, shapes_of_batch, model_state=model_state)
+    if only_if_smaller:
+        chosen = _smaller(plain, [*before, *after], only_if_smaller, arguments)
+        before, after = chosen[: len(before)], chosen[len(before) :]
+    stages = _apply_passes(plain, before)
     if memory_budget is not None:
         return _within_budget(stages, after, arguments, memory_budget, remat or RematOptions())
     program = TrainingProgram(_apply_passes(stages, after), arguments=arguments)
@@ -233,6 +241,45 @@ def _check_passes(
         raise ValueError("remat needs a memory budget. Give memory_budget='12GiB' too.")
     if memory_budget is not None:
         parse_bytes(memory_budget, name="memory_budget")
+
+
+def _check_only_if_smaller(names: Collection[str], passes: Sequence[Pass], *, has_shapes: bool) -> None:
+    """Raises ValueError for names of passes that were not asked for, and for a choice without shapes."""
+    asked = [one.name for one in passes]
+    if unknown := [name for name in names if name not in asked]:
+        raise ValueError(f"only_if_smaller has {unknown[0]!r}. It takes the passes of this program, {asked}.")
+    if names and not has_shapes:
+        raise ValueError("only_if_smaller compares compiled steps. Give params=... and batch=... too.")
+
+
+def _smaller(
+    plain: Sequence[Stage], passes: Sequence[Pass], names: Collection[str], arguments: tuple[Any, Any, Any]
+) -> list[Pass]:
+    """Returns the passes. In place of a pass in `names` with which the step is larger is one that changes nothing."""
+
+    @functools.cache
+    def held(applied: tuple[Pass, ...]) -> int:
+        return temporaries(_apply_passes(plain, applied)[-1].step.step.trace(*arguments))
+
+    chosen: list[Pass] = []
+    applied: tuple[Pass, ...] = ()
+    for one in passes:
+        tried = (*applied, one)
+        if one.name in names and held(tried) > held(applied):
+            line = f"left out: {format_bytes(held(tried))} with it, {format_bytes(held(applied))} without, as compiled"
+            chosen.append(Pass(one.name, _unchanged, functools.partial(_line, line)))
+        else:
+            chosen.append(one)
+            applied = tried
+    return chosen
+
+
+def _unchanged(loss: LossFn) -> LossFn:
+    return loss
+
+
+def _line(line: str, _: Any) -> str:
+    return line
 
 
 def _step_options(

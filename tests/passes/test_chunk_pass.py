@@ -241,6 +241,30 @@ def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_me
     assert 3 * temporaries(ours, PARAMS, batch) < temporaries(loss, PARAMS, batch)
 
 
+@pytest.mark.parametrize("max_bytes", ["16KiB", "256KiB"])
+def test_a_loss_of_nearest_codes_takes_less_memory_in_chunks(max_bytes):
+    """Of a VQ-VAE: distances to all codes, of which only the place of the smallest is read."""
+
+    def loss(params, x):
+        found = jax.nn.relu(x @ params["in"])
+        squares = jnp.sum(found**2, -1, keepdims=True) + jnp.sum(params["codes"] ** 2, -1)
+        codes = params["codes"][jnp.argmin(squares - 2 * found @ params["codes"].T, -1)]
+        fixed = jax.lax.stop_gradient
+        out = (found + fixed(codes - found)) @ params["out"]
+        return jnp.mean((out - x) ** 2) + jnp.mean((fixed(found) - codes) ** 2 + (found - fixed(codes)) ** 2 / 4)
+
+    rng = np.random.default_rng(0)
+    shapes = {"in": (32, 32), "codes": (256, 32), "out": (32, 32)}
+    params = {name: normal(*shape, scale=1, rng=rng) for name, shape in shapes.items()}
+    x = normal(1024, 32, scale=1, rng=rng)
+    plain, ours = (
+        jax.jit(jax.value_and_grad(fn)).lower(params, x).compile() for fn in (loss, chunk(loss, max_bytes=max_bytes))
+    )
+    assert ours.memory_analysis().temp_size_in_bytes < 0.5 * plain.memory_analysis().temp_size_in_bytes
+    for found, wanted in zip(jax.tree.leaves(ours(params, x)), jax.tree.leaves(plain(params, x)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())  # sums in another order
+
+
 def test_one_loop_has_the_gradients_of_several():
     def flops(loss):
         return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(loss)).trace(PARAMS, BATCH)))

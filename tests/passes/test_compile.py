@@ -322,6 +322,53 @@ def test_the_state_of_an_optax_optimizer_is_written_in_place():
     assert bytes_of_step(loss, optax.lion(1e-3), arguments) < stateless + 0.2 * num_bytes  # a copy would be all of it
 
 
+def ensemble(params, batch):
+    """Five small members by vmap: the narrow copies of their tanh lie beside the wide ones on a CPU."""
+
+    def member(params, batch):
+        return jnp.mean((jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) - batch["y"]) ** 2)
+
+    return jnp.sum(jax.vmap(member, (0, None))(params, batch))
+
+
+SMALL_ENSEMBLE = {
+    "params": {name: jax.ShapeDtypeStruct((5, rows, 64), jnp.float32) for name, rows in (("a", 8), ("b", 64))},
+    "batch": {name: jax.ShapeDtypeStruct((256, width), jnp.float32) for name, width in (("x", 8), ("y", 64))},
+}
+
+
+def test_a_pass_that_costs_memory_is_left_out_by_measuring():
+    options = {"autocast": "bf16", "chunk": "16KiB", "residuals": True}
+    named = {**options, "only_if_smaller": ("autocast", "chunk", "residuals")}
+    ours, plain, passed = (
+        training_program(ensemble, OPTIMIZER, options=one, **SMALL_ENSEMBLE) for one in (named, {}, options)
+    )
+    held, without, with_all = (temporaries(one.step.trace(*one.arguments)) for one in (ours, plain, passed))
+    assert with_all > held <= without
+    table = str(ours)
+    found = re.findall(r"^(\w+) .*left out: [\d.]+ \wiB with it, [\d.]+ \wiB without", table, re.MULTILINE)
+    assert "autocast" in found
+    assert "bfloat16" not in table
+
+
+def test_a_pass_that_saves_memory_is_kept_by_measuring():
+    def loss(params, batch):
+        return jnp.mean(jax.nn.logsumexp(batch["x"] @ params["w"], -1))
+
+    shapes = {"params": {"w": jnp.ones((16, 2048))}, "batch": {"x": jnp.ones((512, 16))}}  # logits of 4 MiB
+    options = {"chunk": "64KiB", "only_if_smaller": ("chunk",)}
+    program = training_program(loss, OPTIMIZER, options=options, **shapes)
+    assert re.search(r"^chunk .*test_compile.py:\d+.* in \d+ parts", str(program), re.MULTILINE)
+
+
+def test_a_choice_by_measuring_names_passes_and_has_shapes():
+    options = {"residuals": True, "only_if_smaller": ("remat",)}
+    with pytest.raises(ValueError, match=r"only_if_smaller has 'remat'\. It takes .*\['residuals'\]"):
+        training_program(ensemble, OPTIMIZER, options=options, **SMALL_ENSEMBLE)
+    with pytest.raises(ValueError, match=r"Give params=\.\.\. and batch="):
+        training_program(ensemble, OPTIMIZER, options={"residuals": True, "only_if_smaller": ("residuals",)})
+
+
 @pytest.mark.slow
 def test_own_checkpoints_around_blocks_save_inside_the_step_too():
     _, by_hand, arguments = twelve_blocks()

@@ -10,6 +10,7 @@ from losses_over_budget import STEPS, B, D, gru, recurrent_arguments, retention,
 
 from hlat_jax.neuron import lint
 from hlat_jax.passes.autocast_pass import autocast
+from hlat_jax.passes.chunk_pass import chunk
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.remat_pass import temporaries
@@ -137,3 +138,27 @@ def test_a_split_scan_is_a_loop_with_a_fixed_number_of_trips_on_neuron():
     assert loops == ["scan"] * 5  # both forward; both backward, and the steps of a segment again
     found = {finding.rule for finding in lint.check(step, PARAMS, X)}
     assert found == {finding.rule for finding in lint.check(jax.jit(jax.value_and_grad(gru)), PARAMS, X)}
+
+
+@pytest.mark.slow
+def test_scans_nested_by_hand_keep_their_saving_under_other_passes():
+    """The inner scan is under a checkpoint, as people write recurrences over long sequences."""
+
+    def of_segments(step, start, heads):
+        segments = jax.tree.map(lambda x: x.reshape(16, -1, *x.shape[1:]), heads)
+        return jax.lax.scan(jax.checkpoint(lambda state, own: jax.lax.scan(step, state, own)), start, segments)[1]
+
+    def loss(params, x, over_time=of_segments):
+        def step(state, heads):
+            q, k, v = heads
+            state = 0.9 * state + k[:, :, None] * v[:, None, :]
+            return state, jnp.einsum("bd,bde->be", q, state)
+
+        heads = [x @ params[name] for name in "qkv"]
+        return jnp.mean(over_time(step, jnp.zeros((B, D, D)), heads) ** 2)
+
+    plain = functools.partial(loss, over_time=lambda *args: jax.lax.scan(*args)[1])
+    by_hand = temporaries(step_of(loss, PARAMS, X))
+    assert by_hand < 0.6 * temporaries(step_of(plain, PARAMS, X))
+    for pass_ in (select_residuals, functools.partial(chunk, max_bytes="4KiB")):
+        assert temporaries(step_of(pass_(loss), PARAMS, X)) <= 1.05 * by_hand, pass_

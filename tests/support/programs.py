@@ -7,7 +7,7 @@ import optax
 from hlat_jax.passes import compile as compile_pass
 from hlat_jax.step import StepOptions
 
-PASSES = ("autocast", "kernels", "chunk", "residuals", "memory_budget", "remat")
+PASSES = ("autocast", "kernels", "chunk", "residuals", "only_if_smaller", "memory_budget", "remat")
 
 
 def training_program(loss_fn, optimizer, *, options=None, **given):
