@@ -35,6 +35,7 @@ from hlat_jax.passes.remat_search import (
     GENERAL_ADVICE,
     NoChoiceFits,
     Trials,
+    first_choice,
     narrowest_region,
     search_region,
 )
@@ -157,7 +158,9 @@ class _Form:
         """
         candidates = self.regions()
         is_met = self.trial("", None).num_bytes <= budget
-        region = candidates[0] if is_met else narrowest_region(self.trial, candidates, budget)
+        region = candidates[0]
+        if not is_met and first_choice(self.trial, region, budget_bytes=budget, options=self.options) is None:
+            region = narrowest_region(self.trial, candidates, budget)
         plan = search_region(self.trial, region, budget_bytes=budget, options=self.options, policies=policies)
         if plan.choice is None or plan.choice.stock_policy:
             region = "whole"
