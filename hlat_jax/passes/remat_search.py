@@ -90,7 +90,7 @@ class RematPlan:
       choice: names of the values, or a stock policy. None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
-      predicted_bytes: bytes predicted before compilation. They are the bytes of the program that keeps nothing, measured
+      predicted_bytes: bytes predicted before compilation. They are the bytes of the program with nothing kept, measured
         or estimated, plus the saved values.
       flops: FLOPs of products that the program executes on one device, counted in its trace.
       predicted_flops: FLOPs of the products, as the recompute graph predicts them.
@@ -99,6 +99,7 @@ class RematPlan:
       compilations: number of programs compiled.
       seconds: duration of the search.
       fn: the function with the choice applied.
+      program: the jitted program of `fn` that was measured. It is not traced again for the same arguments.
       region: the regions of the checkpoints, as in `RematOptions`. It is auto if the caller of `search` decides.
       segments: number of segments of each kind, if these are the regions.
       passes: name -> pass that changed the function before the choice, "nest" (`scan_segments.nest_scans`) or "chunk".
@@ -116,6 +117,7 @@ class RematPlan:
     compilations: int
     seconds: float
     fn: Any = None
+    program: Any = None
     region: str = "auto"
     segments: tuple[int, ...] = ()
     passes: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
