@@ -338,5 +338,6 @@ def _within_budget(
     changes = [Pass(name, transform, _own_report) for name, transform in plan.passes.items()]
     stages = _apply_passes(stages, [*changes, *after])
     plan = dataclasses.replace(plan, changes=())  # the rows of these passes have them
-    chosen = Stage("remat", stages[-1].step.with_loss(plan.fn), lambda: str(plan.report()))
-    return TrainingProgram([*stages, chosen], plan, arguments)
+    step = stages[-1].step.with_loss(plan.fn)
+    vars(step)["step"] = plan.program  # in place of the cached property: its trace took seconds
+    return TrainingProgram([*stages, Stage("remat", step, lambda: str(plan.report()))], plan, arguments)

@@ -35,6 +35,7 @@ from hlat_jax.passes.remat_search import (
     GENERAL_ADVICE,
     NoChoiceFits,
     Trials,
+    first_choice,
     narrowest_region,
     search_region,
 )
@@ -96,7 +97,7 @@ def fit(
             refused = error
     else:
         raise BudgetNotMet(f"{refused}{_other_figures(tried)}. {_advice(tried)}")
-    return dataclasses.replace(
+    plan = dataclasses.replace(
         plan,
         plain=own.trial("", None)[:2],
         passes=form.changing,
@@ -104,6 +105,8 @@ def fit(
         compilations=sum(len(each.trial.compiled) for each in {*tried}),
         seconds=time.monotonic() - began,
     )
+    form.end()
+    return plan
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +114,7 @@ class _Form:
     """A function with a program that must fit, as it is given, or changed by passes so that it keeps fewer bytes.
 
     `changing` has the passes that change `given`, `changed` the function after each, and `fn` the function after the
-    passes in `later` too. `jaxprs` has the traces of `fn`, `trial` its programs, and `measured` their bytes.
+    passes in `later` too. `jaxprs` has the traces of `fn`, `trial` its traced `programs`, and `measured` their bytes.
     """
 
     given: Callable
@@ -126,8 +129,9 @@ class _Form:
         self.fn = functools.reduce(_applied, self.later, [self.given, *self.changed][-1])
         self.jaxprs: list[core.Jaxpr] = []
         self.measured: list[int] = []
-        self._calls: dict[Any, Any] = {}  # passes take seconds: each call of `fn` is traced once
-        self.trial = Trials(self._traced, self._measured)
+        self.programs: dict[Any, Any] = {}  # (region, choice) -> the jitted program
+        self._calls: dict[Any, Any] | None = {}  # passes take seconds: each call of `fn` is traced once
+        self.trial: Any = Trials(self._traced, self._measured)
 
     def is_changed(self) -> bool:
         """Returns whether each of the changing passes finds something to change."""
@@ -157,22 +161,34 @@ class _Form:
         """
         candidates = self.regions()
         is_met = self.trial("", None).num_bytes <= budget
-        region = candidates[0] if is_met else narrowest_region(self.trial, candidates, budget)
+        region = candidates[0]
+        if not is_met and first_choice(self.trial, region, budget_bytes=budget, options=self.options) is None:
+            region = narrowest_region(self.trial, candidates, budget)
         plan = search_region(self.trial, region, budget_bytes=budget, options=self.options, policies=policies)
+        program = self.programs["" if plan.choice is None else region, plan.choice]
         if plan.choice is None or plan.choice.stock_policy:
             region = "whole"
         segments = naming.segments(self.jaxprs[-1]) if region == "segments" else []
         return dataclasses.replace(
             plan,
             fn=self.fn if plan.choice is None else naming.checkpointed(self.fn, plan.choice, region=region),
+            program=program,
             region=region,
             segments=tuple(collections.Counter(segment.kind for segment in segments).values()),
         )
+
+    def end(self) -> None:
+        """Drops all traces. A later trace of a program calls the function again, as its surroundings may differ."""
+        self._calls, self.trial = None, None
+        self.jaxprs.clear()
+        self.programs.clear()
 
     def _traced(self, region: str, choice: RematChoice | None) -> Any:
         fn = self.fn
 
         def observed(*args: Any, **kwargs: Any) -> Any:
+            if self._calls is None:
+                return fn(*args, **kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             key = structure, tuple(jax.typeof(leaf) if is_array(leaf) else by_value(leaf) for leaf in leaves)
             if key not in self._calls:
@@ -186,7 +202,8 @@ class _Form:
 
         observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
         program = self.step(observed if choice is None else naming.checkpointed(observed, choice, region=region))
-        return (program if hasattr(program, "trace") else jax.jit(program)).trace(*self.args)
+        self.programs[region, choice] = program if hasattr(program, "trace") else jax.jit(program)
+        return self.programs[region, choice].trace(*self.args)
 
     def _measured(self, traced: Any) -> int:
         self.measured.append(self.options.measure(traced))

@@ -90,7 +90,8 @@ class RematPlan:
       choice: names of the values, or a stock policy. None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
-      predicted_bytes: bytes predicted before compilation, the bytes of full rematerialization plus the saved values.
+      predicted_bytes: bytes predicted before compilation. They are the bytes of the program with nothing kept, measured
+        or estimated, plus the saved values.
       flops: FLOPs of products that the program executes on one device, counted in its trace.
       predicted_flops: FLOPs of the products, as the recompute graph predicts them.
       plain: (bytes, FLOPs) of the program without rematerialization.
@@ -98,6 +99,7 @@ class RematPlan:
       compilations: number of programs compiled.
       seconds: duration of the search.
       fn: the function with the choice applied.
+      program: the jitted program of `fn` that was measured. It is not traced again for the same arguments.
       region: the regions of the checkpoints, as in `RematOptions`. It is auto if the caller of `search` decides.
       segments: number of segments of each kind, if these are the regions.
       passes: name -> pass that changed the function before the choice, "nest" (`scan_segments.nest_scans`) or "chunk".
@@ -115,6 +117,7 @@ class RematPlan:
     compilations: int
     seconds: float
     fn: Any = None
+    program: Any = None
     region: str = "auto"
     segments: tuple[int, ...] = ()
     passes: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
@@ -236,20 +239,32 @@ def search_region(
     choice, predicted = None, None
     full = None
     if plain.num_bytes > budget_bytes:
-        choice, full = RematChoice(), trial(RematChoice())
-        if full.num_bytes > budget_bytes:
+        nothing = RematChoice()
+        start = first_choice(trials, region, budget_bytes=budget_bytes, options=options)
+        if start is None:
+            start, full = nothing, trial(nothing)
+        if full is not None and full.num_bytes > budget_bytes:
             # a policy is of the function as a whole, and keeps no less than nothing
-            whole = _not_much_larger(trials, [(region, choice), ("whole", choice)])[1:] if policies else []
+            whole = _not_much_larger(trials, [(region, nothing), ("whole", nothing)])[1:] if policies else []
             choice = _stock_choice(trial, budget_bytes, policies if whole else ())
         else:
-            graph = recompute_graph(live_jaxpr(full.traced), min_bytes=options.min_bytes)
+            choice = start
+            jaxpr = live_jaxpr(trials.traced(region, nothing))
+            graph = recompute_graph(jaxpr, min_bytes=options.min_bytes)
+            full_bytes = trials.estimate(region, nothing) if full is None else full.num_bytes
             if graph.sizes:
-                tries = options.max_compilations - 2  # these two are compiled
-                predict = _prediction(trials, region)
-                choice = _search_choice(trial, graph, budget_bytes=budget_bytes, tries=tries, predict=predict)
+                choice = _search_choice(
+                    trial,
+                    graph,
+                    start=start,
+                    full=full_bytes,
+                    budget_bytes=budget_bytes,
+                    tries=options.max_compilations - sum(of in ("", region) for of, _ in trials.compiled),
+                    predict=_prediction(trials, region, start),
+                )
             predicted = (
-                full.num_bytes + graph.num_bytes(choice.saved),
-                full.flops - graph.flops(()) + graph.flops(choice.saved),
+                full_bytes + graph.num_bytes(choice.saved),
+                total_flops(jaxpr) - graph.flops(()) + graph.flops(choice.saved),
             )
     measured = trial(choice)
     predicted_bytes, predicted_flops = predicted or measured[:2]
@@ -267,10 +282,28 @@ def search_region(
     )
 
 
-def _prediction(trials: Trials, region: str) -> Callable[[RematChoice], float]:
-    """Returns choice -> predicted bytes: estimates on a line through the programs that keep everything and nothing."""
-    most, least = trials("", None).num_bytes, trials(region, RematChoice()).num_bytes
-    low = trials.estimate(region, RematChoice())
+def first_choice(trials: Trials, region: str, *, budget_bytes: int, options: RematOptions) -> RematChoice | None:
+    """Returns the cheapest choice that fits by the estimates, if its compiled program fits too; else None.
+
+    A search that starts from it does not compile the program that keeps nothing. None if that program is compiled.
+    """
+    nothing = RematChoice()
+    if (region, nothing) in trials.compiled or options.max_compilations < 3:
+        return None
+    room = budget_bytes / ESTIMATE_ERROR - trials.estimate(region, nothing)
+    graph = recompute_graph(live_jaxpr(trials.traced(region, nothing)), min_bytes=options.min_bytes)
+    if room <= 0 or not graph.sizes:
+        return None
+    choice = RematChoice(graph.cheapest(budget_bytes=room))
+    if not choice.saved or trials.estimate(region, choice) * ESTIMATE_ERROR > budget_bytes:
+        return None
+    return choice if trials(region, choice).num_bytes <= budget_bytes else None
+
+
+def _prediction(trials: Trials, region: str, start: RematChoice) -> Callable[[RematChoice], float]:
+    """Returns choice -> predicted bytes: estimates on a line through the program that keeps everything and `start`."""
+    most, least = trials("", None).num_bytes, trials(region, start).num_bytes
+    low = trials.estimate(region, start)
     slope = (most - least) / max(1, trials.estimate("", None) - low)
     return lambda choice: least + slope * (trials.estimate(region, choice) - low)
 
@@ -279,23 +312,29 @@ def _search_choice(
     trial: Callable[[RematChoice | None], Trial],
     graph: RecomputeGraph,
     *,
+    start: RematChoice,
+    full: float,
     budget_bytes: int,
     tries: int,
     predict: Callable[[RematChoice], float],
 ) -> RematChoice:
-    """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
+    """Returns the cheapest choice found that fits, by a secant search for the bytes to save, from `start` on.
 
+    `start` fits, and `full` is the bytes of the program that saves nothing, measured or estimated.
     A choice that is predicted to exceed the budget by far is not compiled. Near the budget one more choice is tried,
     since saving more may need less working memory.
     """
-    fits, kept = RematChoice(), 0
-    measured: float = trial(RematChoice()).num_bytes
-    full = measured
+    fits, kept = start, graph.num_bytes(start.saved)
+    measured: float = trial(start).num_bytes
     above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
-    guess: float = budget_bytes - measured
     least_gain = _LEAST_GAIN * 3 * graph.cost(())
     for _ in range(tries):
+        if above_measured is None:
+            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
+        else:
+            slope = (above - kept) / max(above_measured - measured, 1)
+        guess = kept + slope * (budget_bytes - measured)
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
         if choice is None or graph.cost(fits.saved) - graph.cost(choice.saved) < least_gain:
@@ -310,11 +349,6 @@ def _search_choice(
             break
         else:
             above, above_measured = tried_kept, tried_measured
-        if above_measured is None:
-            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
-        else:
-            slope = (above - kept) / max(above_measured - measured, 1)
-        guess = kept + slope * (budget_bytes - measured)
     return fits
 
 

@@ -283,6 +283,24 @@ def test_a_long_scan_is_split_to_meet_a_budget():
     np.testing.assert_allclose(metrics.loss, loss(shapes["params"], shapes["batch"]), rtol=1e-2)
 
 
+def test_the_program_that_was_measured_is_the_step():
+    calls = []
+
+    def loss(params, batch):
+        calls.append(batch)
+        return jnp.mean(jnp.sin(jnp.tanh(batch["x"] @ params["w"]) @ params["w"].T))
+
+    shapes = {"params": {"w": jnp.ones((16, 64)) / 9}, "batch": {"x": jnp.ones((256, 16))}}
+    program = training_program(loss, OPTIMIZER, options={"memory_budget": "1GiB"}, **shapes)
+    del calls[:]
+    assert program.step is program.plan.program
+    program.step.trace(*program.arguments)
+    assert not calls
+    with jax.default_matmul_precision("highest"):
+        assert "HIGHEST" in str(program.step.trace(*program.arguments).jaxpr)
+    assert calls
+
+
 def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
     def loss(params, batch):
         return jnp.sort(jnp.sin(params["w"]).ravel())[7] * jnp.sum(batch["x"])
