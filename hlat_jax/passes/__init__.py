@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hlat_jax.passes.facade import autocast as autocast
     from hlat_jax.passes.facade import chunk as chunk
     from hlat_jax.passes.facade import kernels as kernels
+    from hlat_jax.passes.facade import memory_timeline as memory_timeline
     from hlat_jax.passes.facade import remat as remat
     from hlat_jax.passes.facade import select_residuals as select_residuals
     from hlat_jax.passes.remat_search import BudgetNotMet as BudgetNotMet
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from hlat_jax.step import StepOptions as StepOptions
 
 _MODULES = {
-    **dict.fromkeys(["autocast", "chunk", "kernels", "remat", "select_residuals"], "hlat_jax.passes.facade"),
+    **dict.fromkeys(
+        ["autocast", "chunk", "kernels", "memory_timeline", "remat", "select_residuals"], "hlat_jax.passes.facade"
+    ),
     **dict.fromkeys(["training_program", "TrainingProgram"], "hlat_jax.passes.compile"),
     **dict.fromkeys(["BudgetNotMet", "RematOptions"], "hlat_jax.passes.remat_search"),
     "CastPolicy": "hlat_jax.passes.autocast_pass",

@@ -15,7 +15,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,17 @@ from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.host.jax_compat import bound_axes
 from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, module_state, remat_pass, residuals
 from hlat_jax.passes.autocast_pass import CastPolicy
-from hlat_jax.passes.jaxpr import by_value, function_name, is_array, is_inexact, perturbed_at, without_dead_code
-from hlat_jax.passes.liveness import estimated_temporaries
-from hlat_jax.passes.products import products_by_dtype
+from hlat_jax.passes.jaxpr import (
+    by_value,
+    function_name,
+    is_array,
+    is_inexact,
+    perturbed_at,
+    source_of,
+    without_dead_code,
+)
+from hlat_jax.passes.liveness import estimated_temporaries, moments
+from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat_pass import RematOptions, RematPlan
 from hlat_jax.passes.rewrite.chunks import MAX_BYTES
 
@@ -157,6 +165,35 @@ def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
         rows += itertools.zip_longest([name], products, [temporaries], lines.splitlines(), fillvalue="")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+class Moment(NamedTuple):
+    """The memory of a program while one operation runs.
+
+    Attributes:
+      total_bytes: temporaries on one device, the results of the operation included.
+      operation: name of the operation, and its source line if JAX knows it, such as "dot_general at loss.py:8 (loss)".
+    """
+
+    total_bytes: int
+    operation: str
+
+
+def memory_timeline(fn: Callable, *args: Any, **kwargs: Any) -> list[Moment]:
+    """Returns the temporaries of a program while each operation runs, in order, estimated from the trace.
+
+    The body of a loop runs once. The largest number is the estimate of `report()`.
+
+    Args:
+      fn: the program, such as `jax.value_and_grad(loss)` or the step of a `training_program`.
+      args, kwargs: its arguments, or their shapes. `memory_timeline` runs nothing.
+    """
+    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
+    leaves = [leaf if hasattr(leaf, "sharding") else jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    return [
+        Moment(held.total, " at ".join(filter(None, (eqn.primitive.name, source_of(eqn)))))
+        for eqn, held in moments(live_jaxpr(traced), list(map(_shape_of, leaves)))
+    ]
 
 
 class Decorator(Protocol):

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,12 +51,21 @@ def estimated_temporaries(jaxpr: core.Jaxpr, arguments: Any) -> Peak:
       jaxpr: the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
       arguments: shapes and shardings of the arguments.
     """
+    return _peak(moments(jaxpr, arguments))
+
+
+def moments(jaxpr: core.Jaxpr, arguments: Any) -> Iterator[_Moment]:
+    """Yields each equation in the order in which they run, and the temporaries while it runs. A loop runs once.
+
+    Args:
+      jaxpr, arguments: as for `estimated_temporaries`.
+    """
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
     owned = set(variables(program.outputs))
     for op in reversed(program.ops):
         if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outvars):
             owned.update(op.operands[:1])
-    return _peak(program, frozenset(owned))
+    return _moments(program, frozenset(owned))
 
 
 class Peak(NamedTuple):
@@ -71,6 +80,9 @@ class Peak(NamedTuple):
     total: int
     in_loops: int
     kept: int
+
+
+_Moment = tuple[core.JaxprEqn, Peak]
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,8 +189,13 @@ def _moved_operands(op: _Op) -> set[core.Var]:
     return set(variables(moved))
 
 
-def _peak(block: _Block, owned: frozenset[core.Var]) -> Peak:
-    """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
+def _peak(moments: Iterable[_Moment]) -> Peak:
+    """Returns the largest value of each field."""
+    return Peak(*map(max, zip(*((0, 0, 0), *(held for _, held in moments)), strict=True)))
+
+
+def _moments(block: _Block, owned: frozenset[core.Var]) -> Iterator[_Moment]:
+    """Yields the bytes of a block at each operation, without its inputs and those that its caller owns (`owned`)."""
     sizes, results = block.sizes, set(variables(block.outputs))
     ops = _schedule(upstream(block.ops, results))
     sources = _sources(ops, results)
@@ -187,7 +204,7 @@ def _peak(block: _Block, owned: frozenset[core.Var]) -> Peak:
     live: dict[core.Var, int] = {}
     looped: set[core.Var] = set()
     kept = _kept_for_backward(ops, dying)
-    most, held = Peak(0, 0, 0), Peak(0, 0, 0)  # held: of the live values, kept up to date
+    held = Peak(0, 0, 0)  # of the live values, kept up to date
 
     def of(values: dict[core.Var, int]) -> Peak:
         in_loops, in_backward = (sum(values[value] for value in values.keys() & part) for part in (looped, kept))
@@ -195,25 +212,26 @@ def _peak(block: _Block, owned: frozenset[core.Var]) -> Peak:
 
     for place, op in enumerate(ops):
         made = {value: sizes[value] for value in op.outvars if sources[value] == (value,) and value not in owned}
-        transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
+        inside, reused = [(op.eqn, Peak(sum(sizes[value] for value in op.moved), 0, 0))], {}
         if op.body is not None:
-            transient = _iteration_peak(op)
+            inside = [*_iteration(op)] or inside
             starts = {
                 source for value in variables(op.invars[compound(op.eqn).carried]) for source in sources.get(value, ())
             }
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outvars)
         new, old = of(made), of(reused)
-        most = Peak(
-            max(most.total, held.total + max(0, new.total - old.total) + transient.total),
-            max(most.in_loops, held.in_loops + new.in_loops - old.in_loops + transient.in_loops),
-            max(most.kept, held.kept + new.kept + transient.kept),
-        )
+        for eqn, transient in inside:
+            now = Peak(
+                held.total + max(0, new.total - old.total) + transient.total,
+                held.in_loops + new.in_loops - old.in_loops + transient.in_loops,
+                held.kept + new.kept + transient.kept,
+            )
+            yield eqn, now
         gone = of({value: live.pop(value) for value in dying[place] if value in live})
         read = {value: size for value, size in made.items() if value in used}
         live |= read
         held = Peak(*(a + b - c for a, b, c in zip(held, of(read), gone, strict=True)))
-    return most
 
 
 def _kept_for_backward(ops: list[_Op], dying: dict[int, list[core.Var]]) -> set[core.Var]:
@@ -236,15 +254,15 @@ def _dying(
     return dying
 
 
-def _iteration_peak(op: _Op) -> Peak:
-    """Returns the peak of one iteration of a loop, without what the loop reads, carries and stacks."""
+def _iteration(op: _Op) -> Iterator[_Moment]:
+    """Yields the bytes during one iteration of a loop, without what the loop reads, carries and stacks."""
     body, carry = op.body, compound(op.eqn).carried
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outvars}
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
     carried = zip(body.inputs[len(body.inputs) - len(op.invars) :][carry], body.outputs, strict=False)
     owned = {new for old, new in carried
              if not is_literal(new) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
-    return _peak(body, frozenset({*owned, *variables(body.outputs[carry.stop - carry.start :])}))
+    return _moments(body, frozenset({*owned, *variables(body.outputs[carry.stop - carry.start :])}))
 
 
 def _schedule(ops: list[_Op]) -> list[_Op]:

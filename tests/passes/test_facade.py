@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax import passes
+from hlat_jax.facts.byte_sizes import format_bytes
 
 W, X, Y = (
     jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(32, 512), (8, 32, 32), (8, 32)])
@@ -234,6 +235,32 @@ def test_a_budget_is_met_or_refused_when_the_function_is_traced():
         passes.remat(budget="much")
     with pytest.raises(ValueError, match="max_bytes"):
         passes.chunk(max_bytes="1 apple")
+
+
+def test_memory_timeline_has_the_bytes_counted_by_hand():
+    x, size = jnp.ones((64, 64)), 64 * 64 * 4
+    # two products live while the second is written; the third is a result, which belongs to the caller
+    points = passes.memory_timeline(lambda x: x @ x @ x @ x, x)
+    assert [point.total_bytes for point in points] == [size, 2 * size, size]
+    assert all(point.operation.startswith("dot_general at test_facade.py:") for point in points)
+
+    def stacked(x):  # a carry and four rows in the loop, then the rows
+        return jnp.sum(jax.lax.scan(lambda c, _: (c @ x, c), x, length=4)[1], 0)
+
+    assert [point.total_bytes for point in passes.memory_timeline(stacked, x)] == [5 * size, 4 * size]
+
+
+def test_memory_timeline_peaks_at_the_temporaries_of_a_report():
+    program = passes.training_program(
+        lambda params, batch: loss(params, *batch), optax.sgd(0.1), params=W, batch=(X, Y), chunk=SMALL["max_bytes"]
+    )
+    peaks = [
+        max(point.total_bytes for point in passes.memory_timeline(stage.step.step, *program.arguments[:2], scale))
+        for stage in program.stages
+        for scale in [np.float32(0.0)]  # a number without a sharding
+    ]
+    rows = str(program).splitlines()[1:]
+    assert [format_bytes(peak) in row for peak, row in zip(peaks, rows, strict=False)] == [True, True]
 
 
 def test_a_training_program_is_made_by_the_same_import():
