@@ -1,10 +1,12 @@
-"""The loss without logits in the trainers and models of others: temporaries before `passes.chunk` and after it.
+"""The passes in the trainers and models of others: temporaries, FLOPs and differences, before each pass and after it.
 
     python benchmarks/elsewhere.py [NAME...]
 
 Each case takes the model and the loss of a package as they are, and skips packages that are not installed. MaxText and
 google-tunix need Python 3.12. `pip install --no-deps maxtext==0.2.5` and the packages that its import asks for are
-enough. Temporaries are XLA's allocation for the loss and its gradients on one CPU device, at the same batch.
+enough. Temporaries are XLA's allocation for the loss and its gradients on one CPU device, at the same batch. FLOPs are
+of the products in the trace, since XLA's cost analysis counts the body of a loop once. The first difference is of the
+loss. The second is of all gradients, by the norm of the difference. Both are relative.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import AxisType
 
 from hlat_jax import passes
+from hlat_jax.passes.products import live_jaxpr, total_flops
 
 B, T, V, D = 4, 256, 32768, 128
 LIMIT = "16MiB"
+SHARE = 0.6  # of plain's temporaries, for the budget
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, V, (B, T + 1)), jnp.int32)
 
 
@@ -79,6 +83,67 @@ def _nnx_loss(model, tokens):
 def flax_nnx() -> Case:
     """Returns the loss of a Flax NNX model."""
     return Case(_nnx_loss, (_Model(nnx.Rngs(0)), TOKENS), grad=nnx.value_and_grad)
+
+
+class _Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask):
+        y = linen.LayerNorm()(x)
+        y = linen.SelfAttention(8, use_bias=False, dropout_rate=0.1, broadcast_dropout=False, deterministic=False)(
+            y, mask
+        )
+        x = x + linen.Dropout(0.1, deterministic=False)(y)
+        y = linen.relu(linen.Dense(4 * D)(linen.LayerNorm()(x)))
+        y = linen.Dense(D)(linen.Dropout(0.1, deterministic=False)(y))
+        return x + linen.Dropout(0.1, deterministic=False)(y)
+
+
+class _LanguageModel(linen.Module):
+    vocab_size: int
+
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(self.vocab_size, D)(jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1])
+        x = linen.Dropout(0.1, deterministic=False)(x)
+        for _ in range(3):
+            x = _Block()(x, linen.make_causal_mask(tokens))
+        return linen.Dense(self.vocab_size)(linen.LayerNorm()(x))
+
+
+def flax_linen() -> Case:
+    """Returns the loss of a language model as in Flax's `examples/lm1b`, with its dropout and one-hot cross-entropy."""
+    model, tokens, key = _LanguageModel(V // 8), TOKENS[:, :-1] % (V // 8), jax.random.key(1)
+
+    def loss(params, tokens, key):
+        logits = model.apply(params, tokens, rngs={"dropout": key})
+        weights = jnp.where(tokens > 0, 1.0, 0.0)
+        losses = -jnp.sum(jax.nn.one_hot(tokens, V // 8) * linen.log_softmax(logits), axis=-1)
+        return jnp.sum(losses * weights) / jnp.sum(weights)
+
+    return Case(loss, (model.init({"params": key, "dropout": key}, tokens), tokens, key))
+
+
+class _Images(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv1, self.conv2 = nnx.Conv(1, 32, (3, 3), rngs=rngs), nnx.Conv(32, 64, (3, 3), rngs=rngs)
+        self.norm1, self.norm2 = nnx.BatchNorm(32, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+        self.dropout1, self.dropout2 = nnx.Dropout(0.025, rngs=rngs), nnx.Dropout(0.025, rngs=rngs)
+        self.linear1, self.linear2 = nnx.Linear(3136, 256, rngs=rngs), nnx.Linear(256, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.avg_pool(nnx.relu(self.norm1(self.dropout1(self.conv1(x)))), (2, 2), (2, 2))
+        x = nnx.avg_pool(nnx.relu(self.norm2(self.conv2(x))), (2, 2), (2, 2))
+        return self.linear2(nnx.relu(self.dropout2(self.linear1(x.reshape(x.shape[0], -1)))))
+
+
+def flax_mnist() -> Case:
+    """Returns the loss of a convolutional net as in Flax's NNX tutorial on MNIST, with batch norm and dropout."""
+    images = jnp.asarray(np.random.default_rng(0).random((128 * B, 28, 28, 1)), jnp.float32)
+
+    def loss(model, images, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+    return Case(loss, (_Images(nnx.Rngs(0)), images, jnp.arange(128 * B) % 10), grad=nnx.value_and_grad)
 
 
 def equinox() -> Case:
@@ -153,12 +218,34 @@ def maxtext() -> Case:
     return Case(loss, (params, data), mesh, theirs=of_tiles(8)[0], rules=("cross_entropy_with_logits",))
 
 
-CASES = {case.__name__: case for case in (optax_loop, flax_nnx, equinox, qwix, tunix, maxtext)}
-PACKAGES = {"optax_loop": "optax", "flax_nnx": "flax", "tunix": "google-tunix"}
+CASES = {case.__name__: case for case in (optax_loop, flax_linen, flax_nnx, flax_mnist, equinox, qwix, tunix, maxtext)}
+PACKAGES = {
+    "optax_loop": "optax",
+    "tunix": "google-tunix",
+    **dict.fromkeys(("flax_linen", "flax_nnx", "flax_mnist"), "flax"),
+}
 
 
-def measured(case: Case, loss: Callable) -> tuple[float, float, int]:
-    """Returns (loss, norm of the gradients, bytes of temporaries)."""
+class Measured(NamedTuple):
+    """The program of a loss and its gradients: what it returns, bytes of temporaries, FLOPs of products."""
+
+    loss: float
+    grads: list[np.ndarray]
+    num_bytes: int
+    flops: float
+
+    def difference(self, plain: Measured) -> tuple[float, float]:
+        """Returns the relative differences of the loss and of all gradients."""
+        pairs = list(zip(self.grads, plain.grads, strict=True))
+        norms = [
+            np.sqrt(sum(np.sum(np.square(a - b)) for a, b in pairs)),
+            np.sqrt(sum(np.sum(b * b) for _, b in pairs)),
+        ]
+        return abs(self.loss - plain.loss) / abs(plain.loss), norms[0] / norms[1]
+
+
+def measured(case: Case, loss: Callable) -> Measured:
+    """Returns the figures of a loss and its gradients."""
     graph, params = (None, case.args[0])
     if isinstance(params, nnx.Module):
         graph, params = nnx.split(params)
@@ -174,31 +261,55 @@ def measured(case: Case, loss: Callable) -> tuple[float, float, int]:
         return value, [leaf for leaf in jax.tree.leaves(grads) if hasattr(leaf, "dtype")]
 
     with jax.set_mesh(case.mesh or jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
-        compiled = jax.jit(flat).lower(*(arrays[at] for at in places)).compile()
+        traced = jax.jit(flat).trace(*(arrays[at] for at in places))
+        compiled = traced.lower().compile()
         value, grads = compiled(*(arrays[at] for at in places))
-    norm = optax.global_norm([grad for grad in grads if jnp.issubdtype(grad.dtype, jnp.inexact)])
-    return float(value), float(norm), compiled.memory_analysis().temp_size_in_bytes
+    floats = [np.asarray(grad, np.float64) for grad in grads if jnp.issubdtype(grad.dtype, jnp.inexact)]
+    num_bytes = compiled.memory_analysis().temp_size_in_bytes
+    return Measured(float(value), floats, num_bytes, total_flops(live_jaxpr(traced)))
+
+
+def variants(case: Case, plain: Measured) -> dict[str, Callable]:
+    """Returns the losses that are compared with the plain one."""
+    chunk = passes.chunk(max_bytes=LIMIT, rules=case.rules)
+    budget = passes.remat(budget=int(SHARE * plain.num_bytes))
+    readable = chunk(case.loss) if case.rules else case.loss  # a budget does not reach through derivative rules
+    own = {} if case.theirs is None else {"theirs": case.theirs}
+    together = passes.select_residuals(chunk(passes.autocast(case.loss)))
+    return own | {
+        "chunk": chunk(case.loss),
+        f"budget {SHARE:.0%}": budget(readable),
+        "autocast": passes.autocast(case.loss),
+        "autocast, chunk, residuals": together,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=f"of {', '.join(CASES)}")
     names = parser.parse_args().names
-    print(f"{'package':22} {'loss':>9} {'plain':>10} {'theirs':>10} {'chunk':>10}  of it  differs by")
+    print(f"{'case':34} {'pass':26} {'temporaries':>12}       {'GFLOP':>7}       {'loss':>7} {'gradient':>8}")
     for name in names or CASES:
         package = PACKAGES.get(name, name)
         try:
-            case, title = CASES[name](), f"{package} {importlib.metadata.version(package)}"
+            case, title = CASES[name](), f"{name}, {package} {importlib.metadata.version(package)}"
         except (ImportError, importlib.metadata.PackageNotFoundError) as error:
-            print(f"{package:22} not run: {error}", flush=True)
+            print(f"{name:34} not run: {error}", flush=True)
             continue
         plain = measured(case, case.loss)
-        ours = measured(case, passes.chunk(case.loss, max_bytes=LIMIT, rules=case.rules))
-        theirs = measured(case, case.theirs)[2] if case.theirs else None
-        difference = max(abs(a - b) / abs(a) for a, b in zip(plain[:2], ours[:2], strict=True))
-        sizes = [f"{num_bytes / 2**20:6.1f} MiB" if num_bytes else "" for num_bytes in (plain[2], theirs, ours[2])]
-        row = " ".join(f"{size:>10}" for size in sizes)
-        print(f"{title:22} {plain[0]:9.5f} {row}  {ours[2] / plain[2]:5.2f}  {difference:.0e}", flush=True)
+        print(f"{title:34} {'':26} {plain.num_bytes / 2**20:8.1f} MiB       {plain.flops / 1e9:7.2f}", flush=True)
+        for variant, loss in variants(case, plain).items():
+            try:
+                ours = measured(case, loss)
+            except passes.BudgetNotMet as error:
+                print(f"{'':34} {variant:26} refused: {error}", flush=True)
+                continue
+            of_loss, of_grads = ours.difference(plain)
+            print(
+                f"{'':34} {variant:26} {ours.num_bytes / 2**20:8.1f} MiB {ours.num_bytes / plain.num_bytes:5.2f} "
+                f"{ours.flops / 1e9:7.2f} {ours.flops / plain.flops:5.2f} {of_loss:7.0e} {of_grads:8.0e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax import passes
 from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.passes import facade
 
 W, X, Y = (
     jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(32, 512), (8, 32, 32), (8, 32)])
@@ -223,6 +224,13 @@ def test_an_order_that_may_change_less_is_warned_of():
         assert warned[0].filename == __file__
     with warnings.catch_warnings(action="error"):
         passes.remat(passes.select_residuals(passes.chunk(passes.kernels(passes.autocast(loss)))), budget="1GiB")
+
+
+def test_a_program_applies_passes_in_the_order_without_a_warning():
+    given = {"residuals": True, "chunk": "64KiB", "kernels": True, "autocast": "bf16"}
+    program = passes.training_program(lambda w, batch: loss(w, *batch), optax.sgd(0.1), **given)
+    names = ["select_residuals" if stage.name == "residuals" else stage.name for stage in program.stages]
+    assert names == ["loss", *facade.ORDER[:-1]]
 
 
 def test_a_budget_is_met_or_refused_when_the_function_is_traced():
