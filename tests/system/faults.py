@@ -50,6 +50,7 @@ from hlat_jax.store.bucket import (
     receive_share,
     whole_steps,
 )
+from hlat_jax.store.integrity import INTEGRITY_FILE
 from hlat_jax.store.metrics import read_rows
 
 NUM_STEPS, SAVE_EVERY, KEEP_LAST = 72, 4, 2
@@ -283,6 +284,7 @@ class Trial:
         self.lost: set[int] = set()
         self.done: list[dict] = []  # faults that happened
         self._ids, self._undo = 0, []
+        self._damaged_marks: set[bytes | None] = set()  # of copies
         self._ledger_from: float | None = None  # the first start that it counts
         self._completed = 0.0  # when the ledger had the end of the run
         self._now: Fault | None = None  # done, and nothing has come of it yet
@@ -305,7 +307,8 @@ class Trial:
                     life = Life(job, control, until=self._until)
                     pending = self._live(life, plan, pending)
                     folders = (self.workdir, self.workdir.with_name("away"))  # as the fault may have renamed it
-                    if self._ledger_from is None and any(map(read_events, folders)):
+                    has_begun = any(map(read_events, folders)) or (self.campaign.store is not None and self._copied())
+                    if self._ledger_from is None and has_begun:  # a lost folder comes back with its ledger
                         self._ledger_from = life.began
                 if complete_step(read_events(self.workdir)):  # a start that only copies again enters nothing
                     self._completed = self._completed or life.ended[0]
@@ -570,6 +573,9 @@ class Trial:
         copied, bucket = self._copied(), Bucket(self.campaign.url(self.workdir))
         if not self._has_copies(fault.kind):  # the oldest was removed since
             return None
+        mark = f"{CHECKPOINTS}/{copied[0]}/{INTEGRITY_FILE}"
+        if bucket.read(mark) in self._damaged_marks:  # by an earlier fault, and not sent again since
+            return None
         steps = micro.saved_steps(self.workdir)
         shutil.rmtree(self.workdir)
         fault.said = f"copies of {copied}, checkpoints of {steps}{self._flaky()}"
@@ -577,6 +583,7 @@ class Trial:
         if "damaged" in fault.kind:
             name = f"checkpoints/{copied[0]}/state/manifest.ocdbt"
             bucket.write(name, bytes(len(bucket.read(name))))
+            self._damaged_marks.add(bucket.read(mark))
         return fault
 
     def _heal(self) -> None:
