@@ -37,6 +37,8 @@ SETTINGS = (
     "data.validation=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
     "data.mixture=a=2,b=1",
     "metrics.tensorboard=True",
+    "metrics.layer_norms=True",
+    "metrics.source_losses_every_steps=2",
 )
 SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bring the same rows
 
@@ -107,7 +109,8 @@ def assert_same_rows(found, expected):
 def test_two_processes_train_as_one_until_a_sigterm_saves_all(alone, stopped):
     workdir, job = stopped
     rows, wanted = micro.rows(workdir), micro.rows(alone)
-    assert {"loss", "batch_hash", "padding_share"} <= rows[1].keys()
+    assert {"loss", "batch_hash", "padding_share", "source_tokens/b", "update_norm/layer_01"} <= rows[1].keys()
+    assert {"source_loss/a"} <= rows[2].keys()
     assert {"eval_loss", "bits_per_byte/a", "bits_per_byte/b"} <= rows[0].keys()
     assert_same_rows(rows, wanted[: len(rows)])
     kept, as_one = (np.load(of / "positions/1.npz") for of in (workdir, alone))
