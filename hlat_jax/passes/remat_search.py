@@ -302,10 +302,14 @@ def first_choice(trials: Trials, region: str, *, budget_bytes: int, options: Rem
 
 def _prediction(trials: Trials, region: str, start: RematChoice) -> Callable[[RematChoice], float]:
     """Returns choice -> predicted bytes: estimates on a line through the program that keeps everything and `start`."""
-    most, least = trials("", None).num_bytes, trials(region, start).num_bytes
-    low = trials.estimate(region, start)
-    slope = (most - least) / max(1, trials.estimate("", None) - low)
-    return lambda choice: least + slope * (trials.estimate(region, choice) - low)
+
+    def predict(choice: RematChoice) -> float:  # no estimate before the first call, since each takes time
+        most, least = trials("", None).num_bytes, trials(region, start).num_bytes
+        low = trials.estimate(region, start)
+        slope = (most - least) / max(1, trials.estimate("", None) - low)
+        return least + slope * (trials.estimate(region, choice) - low)
+
+    return predict
 
 
 def _search_choice(
