@@ -225,7 +225,11 @@ class _Forward(Dataflow):
         acting = [op for op in self.ops if has_effects(op.eqn)]  # such as prints, which nothing depends on
         wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
         needed_ops = {*acting, *upstream(self.ops, wanted)}
-        _compute((op for op in self.ops if op in needed_ops), env)
+        kept = set(self.kept)
+        for op in self.ops:
+            if op in needed_ops:
+                _compute([op], env)
+                env.update({value: _as_kept(env[value]) for value in op.outvars if value in kept})
         return values_of(self.results, env), values_of(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:
@@ -297,6 +301,18 @@ def _compute(ops: Iterable[Op], env: dict[core.Var, Any]) -> None:
             for call in op.calls:
                 places.enter_context(place_of(call.eqn))
             env.update(zip(op.outvars, bind_again(op.eqn, values_of(op.invars, env)), strict=True))
+
+
+def _as_kept(value: Any) -> Any:
+    """Returns a narrow value rounded for all that read it, as XLA rounds what is kept.
+
+    XLA may leave out the rounding to a narrow dtype where a wide value is read. The backward pass would then read other
+    logits than the log of their sum of exponentials. `jax.checkpoint` rounds the values that it saves in the same way.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize != 2:
+        return value
+    info = jnp.finfo(value.dtype)
+    return jax.lax.reduce_precision(value, info.nexp, info.nmant)
 
 
 def _is_cheap(eqn: core.JaxprEqn) -> bool:

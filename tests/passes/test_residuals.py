@@ -109,6 +109,22 @@ def test_peak_memory_of_a_step_does_not_grow():
         assert temporaries(select_residuals(loss)) <= 1.02 * temporaries(loss)
 
 
+def test_a_saturated_softmax_under_autocast_reads_one_rounding_of_its_logits():
+    """XLA may leave logits wide for the sum of exponentials, while the backward pass reads the narrow ones it kept."""
+
+    def loss(head, x):
+        logits = x @ head
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
+
+    rng = np.random.default_rng(0)
+    head, x = (jnp.asarray(rng.normal(size=shape), "float32") for shape in ((6, 40), (4, 6)))
+    narrow = autocast(loss, "bf16")
+    lowered = jax.jit(jax.grad(narrow, (0, 1))).lower(head, x + 60)
+    rounded = lowered.compile(compiler_options={"xla_allow_excess_precision": False})(head, x + 60)
+    found = jax.jit(jax.grad(select_residuals(narrow), (0, 1)))(head, x + 60)
+    assert distance(found, rounded) < 2e-2  # the cotangents are rounded to bf16 too
+
+
 def test_an_ensemble_by_vmap_takes_no_more_memory():
     def member(params, x):
         hidden = jax.nn.silu(jax.nn.silu(x @ params["a"]) @ params["b"])
