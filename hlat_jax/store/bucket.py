@@ -329,8 +329,7 @@ def staging_folder(url: str, *, key: str) -> pathlib.Path:
             raise ValueError(f"{key}={url}: another process writes it. Wait for it, or give another folder.") from None
         _in_use[folder] = lock
     try:
-        names = {name for name in bucket.sizes() if not name.startswith(PROBE)}
-        if names and _UNFINISHED not in names:
+        if _is_finished(bucket):
             raise ValueError(f"{key}={url} exists already. Give another folder, or remove it.")
         bucket.write(PROBE, b"")
         bucket.remove([PROBE])
@@ -343,20 +342,43 @@ def send_staged(folder: pathlib.Path, url: str, *, last: str) -> None:
     """Sends a `staging_folder` to its bucket, with the file `last` at the end, and removes it. A local folder stays.
 
     Raises:
-      ValueError: another machine began to write there since. What it has sent stays whole.
+      ValueError: another machine began to write there since, or has written it. Its folder is left to it.
     """
-    if is_bucket(url):
-        bucket, mine = Bucket(url), secrets.token_bytes(8)
-        bucket.write(_UNFINISHED, mine)
-        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        bucket.remove(bucket.sizes().keys() - (names - {last}) - {_UNFINISHED})  # of an earlier try
-        for name in (*sorted(names - {last}), last):
-            if bucket.read(_UNFINISHED) != mine:
-                raise ValueError(f"{url}: another command writes there now. Wait for it, or give another folder.")
-            bucket.send(folder / name, name)
-        bucket.remove([_UNFINISHED])
-        shutil.rmtree(folder)
-        _in_use.pop(_staging(bucket.url)).close()
+    if not is_bucket(url):
+        return
+    bucket, mine = Bucket(url), secrets.token_bytes(8)
+
+    def check() -> None:
+        if bucket.read(_UNFINISHED) != mine:
+            raise ValueError(f"{url}: another command writes there now. Wait for it, or give another folder.")
+
+    if _is_finished(bucket):
+        raise ValueError(f"{url}: another command has written it since. Give another folder, or remove it.")
+    bucket.write(_UNFINISHED, mine)
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    bucket.remove(bucket.sizes().keys() - (names - {last}) - {_UNFINISHED})  # of an earlier try
+    for name in sorted(names - {last}):
+        check()
+        bucket.send(folder / name, name)
+    check()
+    bucket.send(folder / last, last)
+    try:
+        check()  # another may have begun between the last check and the end of this file
+    except ValueError:
+        bucket.remove([last])  # else a folder of files of both would look whole
+        raise
+    bucket.remove([_UNFINISHED])
+    shutil.rmtree(folder)
+    staging = _staging(bucket.url)
+    shutil.rmtree(staging, ignore_errors=True)  # `folder` may be in it
+    staging.with_suffix(".lock").unlink()
+    _in_use.pop(staging).close()
+
+
+def _is_finished(bucket: Bucket) -> bool:
+    """Returns whether a folder of a bucket has content, and no command began to write it that has not ended."""
+    names = {name for name in bucket.sizes() if not name.startswith(PROBE)}
+    return bool(names) and _UNFINISHED not in names
 
 
 def _staging(url: str) -> pathlib.Path:

@@ -261,13 +261,13 @@ def test_old_steps_of_a_run_that_nobody_uses_make_room_for_its_newest(faults, ca
 
 def test_a_folder_is_staged_and_sent_its_last_file_last(faults, cache, tmp_path):
     url = f"s3://bucket/{tmp_path.name}"
-    staged = bucket_lib.staging_folder(url, key="--out")
-    write_checkpoint(staged)
+    staging = bucket_lib.staging_folder(url, key="--out")
+    staged = write_checkpoint(staging / "part")
     faults.requests.clear()
     bucket_lib.send_staged(staged, url, last="run/metadata")
     assert [request for request in faults.requests if request.startswith("PUT")][-1].endswith("/run/metadata")
     assert {*Bucket(url).sizes()} == {*FILES, INTEGRITY_FILE}
-    assert not staged.exists()
+    assert not [*staging.parent.iterdir()]
     with pytest.raises(ValueError, match=f"--out={url} exists already"):
         bucket_lib.staging_folder(url, key="--out")
 
@@ -318,7 +318,27 @@ def test_two_machines_leave_the_whole_folder_of_one(faults, cache, tmp_path, mon
     with pytest.raises(ValueError, match=f"{url}: another command writes there"):
         bucket_lib.send_staged(first, url, last="run/metadata")
     assert {name: Bucket(url).read(name) for name in Bucket(url).sizes()} == sent
+    with pytest.raises(ValueError, match=f"{url}: another command has written it since"):
+        bucket_lib.send_staged(first, url, last="run/metadata")
+    assert {name: Bucket(url).read(name) for name in Bucket(url).sizes()} == sent
     assert first.exists()
+
+
+def test_a_folder_that_two_commands_write_is_not_whole(faults, cache, tmp_path, monkeypatch):
+    url, send_one = f"s3://bucket/{tmp_path.name}", Bucket.send
+    staged = write_checkpoint(bucket_lib.staging_folder(url, key="--out"))
+
+    def send(bucket, path, name):
+        if name == "run/metadata":  # another machine begins just before it
+            bucket.write(".unfinished", b"other")
+        send_one(bucket, path, name)
+
+    monkeypatch.setattr(Bucket, "send", send)
+    with pytest.raises(ValueError, match=f"{url}: another command writes there"):
+        bucket_lib.send_staged(staged, url, last="run/metadata")
+    assert "run/metadata" not in Bucket(url).sizes()
+    assert Bucket(url).read(".unfinished") == b"other"
+    assert staged.exists()
 
 
 def test_a_folder_of_other_files_is_not_written_into(faults, cache, tmp_path):
