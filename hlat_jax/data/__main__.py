@@ -85,9 +85,10 @@ def _build(argv: Sequence[str]) -> int:
     same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
     named = {name: values[name].value for name in same}
     part = parse_part(values.part)
-    below = part.folder if part is not None and is_bucket(values.out) else ""  # each part is staged and sent alone
+    whole_url = values.out if is_bucket(values.out) else ""
+    below = part.folder if part is not None and whole_url else ""  # each part is staged and sent alone
     url = f"{values.out.rstrip('/')}/{below}" if below else values.out
-    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, part=part, **named)
+    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, part=part, url=whole_url, **named)
     start_s, out = time.monotonic(), staging_folder(url, key="--out")
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:

@@ -160,6 +160,42 @@ def test_parts_in_a_bucket_are_joined_as_on_a_disk(url, tmp_path, data_here):
     assert Bucket(url).sizes() == local
 
 
+def test_parts_that_do_not_belong_in_a_bucket_are_refused(url, tmp_path, data_here):
+    inputs_in(tmp_path / "in")
+    build(tmp_path / "whole", tmp_path / "in")
+    build(tmp_path / "out", tmp_path / "in", part="1/4")
+    for folder in ("whole", "out"):
+        for path in (tmp_path / folder).rglob("*.*"):
+            Bucket(f"{url}/{folder}").send(path, path.relative_to(tmp_path / folder).as_posix())
+    for folder, fact, *flags in (
+        ("whole", "manifest.json, no part of 2", "--part=1/2"),
+        ("out", "part-00001-of-00004, no part of 3", "--part=1/3"),
+        ("out", "part-00001-of-00004, built with other --text_field", "--part=2/4", "--text_field=body"),
+    ):
+        before = Bucket(f"{url}/{folder}").sizes()
+        words = ("build", tmp_path / "in", f"--out={url}/{folder}", *flags)
+        assert_refused(data_here(*words), f"--out={url}/{folder} holds {fact}")
+        assert Bucket(f"{url}/{folder}").sizes() == before
+
+
+def test_data_of_a_bucket_is_named_by_its_url(url, tmp_path, data_here, monkeypatch):
+    inputs_in(tmp_path / "in")
+    for number in (1, 2):
+        build(tmp_path / "out", tmp_path / "in", part=f"{number}/2")
+        for path in (tmp_path / "out").rglob(f"*{number}-of-00002/*"):
+            Bucket(url).send(path, f"{path.parent.name}/{path.name}")
+    corpus = sources.open_corpus(url, text_field="text", key="data.train")
+    assert corpus.locate(0).startswith(f"{url}/part-00001-of-00002, document 1 ")
+    with refused(f"part 2 of 2 is missing, beside {url}/part-00001-of-00002."):
+        documents_of(f"{url}/part-00001-of-00002")
+    words = ("build", tmp_path / "in", f"--out={url}/new", "--part=1/2")
+    monkeypatch.setattr(Bucket, "send", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        data_here(*words)
+    facts = (f"--out={url}/new was built from other", f"remove {tmp_path}/cache")
+    assert_refused(data_here(*words, "--shard_mb=1"), *facts)
+
+
 def test_parts_that_a_bucket_lacks_are_named_and_none_fetched(url, faults, tmp_path):
     inputs_in(tmp_path / "in")
     for number in (1, 2, 3):
@@ -169,7 +205,12 @@ def test_parts_that_a_bucket_lacks_are_named_and_none_fetched(url, faults, tmp_p
     Bucket(url).write("other/manifest.json", b"{}")
     with refused(f"data.train: {url}/other", "no part of 3"):
         documents_of(url)
-    Bucket(url).remove(["other/manifest.json", "part-00002-of-00003/manifest.json"])  # as of a build that still sends
+    Bucket(url).remove(["other/manifest.json"])
+    Bucket(url).write("part-00001-of-00003/more/manifest.json", b"{}")
+    with refused(f"data.train: {url}/part-00001-of-00003/more", "no part of 3"):
+        documents_of(url)
+    Bucket(url).remove(["part-00001-of-00003/more/manifest.json"])
+    Bucket(url).remove(["part-00002-of-00003/manifest.json"])  # as of a build that still sends
     faults.requests.clear()
     with refused(f"data.train: {url}/part-00002-of-00003 is missing"):
         documents_of(url)

@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -27,12 +28,13 @@ from hlat_jax.data.build import inputs, shards
 from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import BUILDING_NAME, MANIFEST_NAME, SHARD_SUFFIX
-from hlat_jax.data.formats.parts import Part, PartFacts, differences, read_part
+from hlat_jax.data.formats.parts import Part, PartFacts, differences, part_of_folder, read_part
 from hlat_jax.data.formats.paths import find_files
 from hlat_jax.data.formats.records import Answered, BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import sync_folder
+from hlat_jax.store.bucket import Bucket, receive_all
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import Count, read_json
@@ -52,6 +54,7 @@ class BuildOptions:
       prepend_bos: whether documents of token ids begin with BOS.
       batch_size: the batch size of the runs. Fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
       part: the part of the inputs to build, see `formats.parts`. None builds all.
+      url: the folder of a bucket that the dataset is sent to afterwards, or "".
     """
 
     text_field: str = "text"
@@ -62,6 +65,7 @@ class BuildOptions:
     prepend_bos: bool = False
     batch_size: int = 1
     part: Part | None = None
+    url: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,20 +188,35 @@ def _plan_part(whole: _Plan, part: Part, *, out: pathlib.Path) -> _Plan:
     mine = [input_files[index] for index in part.choose([input_.size for input_ in input_files])]
     plan = dataclasses.replace(whole, input_files=mine, part=facts)
     expected = {Part(number, part.of).folder for number in range(1, part.of + 1)}
-    for path in sorted(out.iterdir()) if out.is_dir() else ():
-        if not path.name.startswith(".") and path.name not in expected:
-            raise ValueError(f"--out={out} holds {path.name}, no part of {part.of}; give another folder, or remove it.")
-        if (other := read_part(path)) and (differ := " and ".join(differences(_describe(plan), other))):
-            raise ValueError(f"--out={out} holds {path.name}, built with other {differ}. Give another folder.")
+    shown = options.url or out
+    for name, other in _beside(out, options.url):
+        if not name.startswith(".") and name not in expected:
+            raise ValueError(f"--out={shown} holds {name}, no part of {part.of}; give another folder, or remove it.")
+        if other and (differ := " and ".join(differences(_describe(plan), other))):
+            raise ValueError(f"--out={shown} holds {name}, built with other {differ}. Give another folder.")
     return plan
+
+
+def _beside(out: pathlib.Path, url: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yields the names in the folder of all parts, each with its manifest if it is a part that is built."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    with tempfile.TemporaryDirectory() as copies:
+        if url:
+            bucket, out = Bucket(url, key="--out"), pathlib.Path(copies)
+            sizes = bucket.sizes()
+            names = {name.partition("/")[0] for name in sizes}
+            manifests = {f"{name}/{MANIFEST_NAME}" for name in names if part_of_folder(name)} & sizes.keys()
+            receive_all(bucket, {name: sizes[name] for name in manifests}, out)
+        for name in sorted(names):
+            yield name, read_part(out / name)
 
 
 def _require_plan(made: dict[str, Any], plan: _Plan, *, out: pathlib.Path) -> dict[str, Any]:
     """Returns `made`, a manifest or finished shard in `out`; raises ValueError if it is of another build."""
     if made.get("plan") != plan.hash:
         raise ValueError(
-            f"--out={out} was built from other inputs or options, or its inputs changed since. Give another folder, "
-            "or remove this one."
+            f"--out={plan.options.url or out} was built from other inputs or options, or its inputs changed since. "
+            f"Give another folder, or remove {out}."
         )
     return made
 

@@ -99,8 +99,8 @@ def _require_file(path: pathlib.Path) -> pathlib.Path:
 class _Shards:
     """The shards of a dataset, of which a bounded number is open; thread-safe."""
 
-    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        self.manifest, self._folder = manifest, folder
+    def __init__(self, where: str | os.PathLike, manifest: BuiltManifest):
+        self.manifest, self._where, folder = manifest, where, pathlib.Path(where)
         names = [check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name") for shard in manifest.shards]
         self.snapshots = tuple(Snapshot(DataFile(_require_file(folder / name))) for name in names)
         self._starts = records.starts(shard["documents"] for shard in manifest.shards)
@@ -164,7 +164,7 @@ class _Shards:
         """Returns the dataset and number of a document, and the file it was built from."""
         source, document = records.find_part(self._source_starts, index)
         name = self.manifest.sources[source]["name"]
-        return f"{self._folder}, document {index + 1} (document {document + 1} of {name})"
+        return f"{self._where}, document {index + 1} (document {document + 1} of {name})"
 
     def _fingerprint(self) -> str:
         """Returns 32 hex digits that identify the content of the dataset, independent of its location."""
@@ -253,11 +253,11 @@ def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | N
     """Returns the documents of a dataset. Token ids must come from the tokenizer with `tokenizer_sha256`, if given."""
     manifest = read_manifest(folder)
     if manifest.kind == "text":
-        return _texts(_Shards(pathlib.Path(folder), manifest))
+        return _texts(_Shards(folder, manifest))
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
             f"{key}: {folder} holds token ids from the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
             f"but data.tokenizer has {tokenizer_sha256[:12]}…. Set data.tokenizer to the one it was built with, or "
             "build the texts again:\n  python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
         )
-    return _token_ids(_Shards(pathlib.Path(folder), manifest))
+    return _token_ids(_Shards(folder, manifest))

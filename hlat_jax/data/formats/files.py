@@ -30,16 +30,17 @@ class Unreadable(OSError):
 class DataFile:
     """A file or the folder of a built dataset at a local path, or a file at a URL such as s3://bucket/a.jsonl.
 
-    `where` is the name in errors. Nothing is read before a method is called.
+    Its string is the name in errors: `copy_of`, the URL of which it is a copy on this machine, or `where`. Nothing is
+    read before a method is called.
     """
 
-    __slots__ = ("is_built", "where")
+    __slots__ = ("copy_of", "is_built", "where")
 
     def __init__(self, where: str | os.PathLike, *, is_built: bool = False):
-        self.where, self.is_built = os.fspath(where), is_built
+        self.where, self.is_built, self.copy_of = os.fspath(where), is_built, ""
 
     def __str__(self) -> str:
-        return self.where
+        return self.copy_of or self.where
 
     def __fspath__(self) -> str:
         return self.where

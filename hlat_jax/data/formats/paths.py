@@ -95,13 +95,17 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     spec = spec if isinstance(spec, str) else " ".join(spec)
     search = FoundFiles([], [], [])
     for part in filter(None, parts):
-        names = [part]
+        urls = {part: ""}  # by the path of the local copy
         if not in_order and is_remote_folder(part):
-            names = _copies_of_built(part, key=key, text_field=text_field)
+            urls = _copies_of_built(part, key=key, text_field=text_field)
         elif is_url(part) and not in_order:
             refuse_url(part, key=key, text_field=text_field)
-        find = _remote_files if is_url(names[0]) else _local_files
-        files = [file for name in names for file in find(name, key=key, search=search)]
+        files = []
+        for name, url in urls.items():
+            found = (_remote_files if is_url(name) else _local_files)(name, key=key, search=search)
+            for file in found if url else ():
+                file.copy_of = url + file.where.removeprefix(name)
+            files += found
         if not files:
             ignored = f" ({search.describe_ignored()})" if search.ignored else ""
             raise NotFound(f"{key}: {part} has no files that end in {', '.join(_FORMATS)}{ignored}.")
@@ -260,19 +264,21 @@ def is_remote_folder(path: str) -> bool:
     return is_bucket(path) and not glob.has_magic(path) and not _data_suffix(DataFile(path).name)
 
 
-def _copies_of_built(url: str, *, key: str, text_field: str) -> list[str]:
-    """Returns the copy on this machine of a dataset that `build` wrote to a bucket, or of each of its parts."""
+def _copies_of_built(url: str, *, key: str, text_field: str) -> dict[str, str]:
+    """Copies a dataset that `build` wrote to a bucket, or each of its parts. Returns their URLs by the paths here."""
     from hlat_jax.store.bucket import Bucket, local_copy  # not at the top: most runs need no bucket
 
     bucket = Bucket(url, key=key)
     try:
         if bucket.read(MANIFEST_NAME) is not None:
-            return [str(local_copy(url, key=key))]
-        folders = sorted(name.partition("/")[0] for name in bucket.sizes() if name.endswith(f"/{MANIFEST_NAME}"))
+            return {str(local_copy(url, key=key)): bucket.url}
+        suffix = f"/{MANIFEST_NAME}"
+        folders = sorted(name.removesuffix(suffix) for name in bucket.sizes() if name.endswith(suffix))
         if not any(map(part_of_folder, folders)):
             refuse_url(url, key=key, text_field=text_field)
         require_all_parts(folders, url=url, key=key)  # before anything is fetched
-        return [str(local_copy(f"{bucket.url}/{folder}", key=key)) for folder in folders]
+        parts = [f"{bucket.url}/{folder}" for folder in folders]
+        return {str(local_copy(part, key=key)): part for part in parts}
     except OSError as error:
         kind = Unreadable if isinstance(error, remote.RemoteError) else NotFound
         raise kind(f"{key}: {url} cannot be read: {reason(error)}.") from None
