@@ -15,10 +15,11 @@ After c updates, one iteration
    after the save, so that no step is lost.
 4. takes batch c + 1 after all processes have their rows of it.
 5. dispatches step c + 1, which donates the old state.
-6. logs the metrics of step c. The device already has its next work and never waits for the host. Nor does it wait for
+6. logs the metrics of step c. The device already has its next work and does not wait for the host. Nor does it wait for
    the synchronization on batch c + 1, which happens while it runs step c. A thread exports a finished save, if due.
 
 Before 5, and only with `metrics.source_losses_every_steps`, the old state is evaluated on the sources of batch c + 1.
+The host waits for the sums. So in these steps the device waits for the host.
 After 6, and only with `train.check_devices_every_steps`, the devices are checked for silent corruption.
 
 The trace of `train.profile_steps` starts before 4 and stops after 6. Both wait for the steps dispatched so far.

@@ -134,9 +134,8 @@ class RunProgram:
 
     @property
     def num_eval_parts(self) -> int:
-        """Number of parts of a batch for `eval_step`: its microbatches if these are dispatched, without stages."""
-        is_split = self.accumulate == "programs" and self.layout.size(("pipe",)) == 1
-        return self.num_microbatches if is_split else 1
+        """Number of parts of a batch for `eval_step`: its microbatches, which fit; with stages 1."""
+        return self.num_microbatches if self.layout.size(("pipe",)) == 1 else 1
 
     def trace_eval_step(self) -> Any:
         """Returns the trace of `eval_step` for one of `num_eval_parts` of a batch."""

@@ -54,8 +54,9 @@ def nearest_position(
         recorded_after, position, recorded_identity = record
         if recorded_identity != data_identity(recorded_after):
             raise ValueError(
-                f"{path} belongs to a run on other data (another text, tokenizer, chat template, seed, mixture or "
-                "packing). Use the config it was trained with, which its run folder has, or another --workdir."
+                f"{path} was written on other data (another text, tokenizer, chat template, seed, mixture or packing). "
+                "Give the config in its run folder, or another --workdir. If you gave this config, the text has "
+                "changed since: restore it."
             )
         if recorded_after <= num_batches:
             return recorded_after, position, path

@@ -111,7 +111,7 @@ def _explain(argv: Sequence[str]) -> int:
     about = "Documents to show of each source."
     flags.DEFINE_integer("documents", 8, about, 0, flag_values=values)
     words = flags_lib.parse_inputs(argv, values, usage=_EXPLAIN, missing="RUN@STEP is missing, such as runs/tiny@300.")
-    match = re.fullmatch("(.+)@([0-9]{1,9})", words[0])
+    match = re.fullmatch("(.+)@([0-9]{1,18})", words[0])
     if len(words) > 1 or match is None:
         raise ValueError(f"explain takes one RUN@STEP, such as runs/tiny@300, not {' '.join(words)}.")
     check_folder(match[1], key="RUN")

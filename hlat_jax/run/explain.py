@@ -5,6 +5,7 @@ It reads the files of the run folder and the text of the run, and compiles nothi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -27,9 +28,11 @@ _BEFORE = 10  # steps before STEP in which a quantity may have moved first
 _HISTORY = 10_000  # steps among which alike ones are looked for
 _LEAST_SPREAD = 1e-4  # of the median: a constant quantity has no spread
 _MOST = 1e6  # deviations, also of a value that is not finite
-_QUANTITIES = ("loss", "source_loss", "grad_norm", "update_norm", "param_norm", "padding_share")
+# not `param_norm`, whose trend bends with the learning rate: it leaves a median of earlier steps in ordinary runs
+_QUANTITIES = ("loss", "source_loss", "grad_norm", "update_norm")
+_FEW = 4  # quantities, up to which the limit is LIMIT
 _SHOWN = 12  # quantities
-_WORDS = 60  # characters of a document
+_WORDS = 60  # characters of a document, decoded from as many tokens
 
 
 class Series(NamedTuple):
@@ -58,7 +61,8 @@ def explain(workdir: pathlib.Path, step: int, *, num_documents: int = 8) -> None
             f"{workdir}@{step} has {count_text(len(rows) - 1, 'row')} before it, and a median needs {_LEAST}. Give a "
             "later step."
         )
-    series = {name: _series(rows, name) for name in _quantities(rows[step])}
+    near = (name for each, row in rows.items() if each >= step - _BEFORE for name in row if _is_quantity(name))
+    series = {name: _series(rows, name) for name in dict.fromkeys(near)}  # not every row has each
     print("\n".join(_moved(workdir, step, series)))
     print("\n".join(_alike(step, series, rows)))
     _show_documents(workdir, rows[step], num_documents=num_documents)
@@ -71,8 +75,8 @@ def _rows_file(workdir: pathlib.Path) -> pathlib.Path:
     return workdir / ROWS_FILE
 
 
-def _quantities(row: Mapping[str, Any]) -> list[str]:
-    return [key for key in row if key.partition("/")[0] in _QUANTITIES]
+def _is_quantity(name: str) -> bool:
+    return name.partition("/")[0] in _QUANTITIES
 
 
 def _series(rows: Mapping[int, Mapping[str, Any]], name: str) -> Series:
@@ -83,16 +87,15 @@ def _series(rows: Mapping[int, Mapping[str, Any]], name: str) -> Series:
     steps = [step for step, row in sorted(rows.items()) if name in row]
     values = np.asarray([rows[step][name] for step in steps], np.float64)
     finite = np.isfinite(values)
-    last_finite = np.maximum.accumulate(np.where(finite, np.arange(len(values)), 0))
-    known = np.where(finite[last_finite], values[last_finite], 0.0)  # what is not finite has no part in a median
-    medians, spreads = np.full((2, len(values)), np.nan)
-    for end in range(_LEAST, min(_WINDOW, len(values))):
+    known, num_known = values[finite], np.cumsum(finite) - finite  # before each step; the others are in no median
+    medians, spreads = np.full((2, len(known) + 1), np.nan)  # by their number
+    for end in range(_LEAST, min(_WINDOW, len(known) + 1)):
         medians[end], spreads[end] = _robust(known[:end])
-    if len(values) > _WINDOW:
-        windows = np.lib.stride_tricks.sliding_window_view(known[:-1], _WINDOW)
-        medians[_WINDOW:], spreads[_WINDOW:] = _robust(windows)
+    if len(known) >= _WINDOW:
+        medians[_WINDOW:], spreads[_WINDOW:] = _robust(np.lib.stride_tricks.sliding_window_view(known, _WINDOW))
+    medians, spreads = medians[num_known], spreads[num_known]
     spreads = np.maximum(spreads, np.maximum(_LEAST_SPREAD * np.abs(medians), np.finfo(np.float32).tiny))
-    deviations = np.clip(np.where(finite, known - medians, np.inf) / spreads, -_MOST, _MOST)
+    deviations = np.clip(np.where(finite, values - medians, np.inf) / spreads, -_MOST, _MOST)
     return Series(np.asarray(steps), values, medians, deviations)
 
 
@@ -104,28 +107,31 @@ def _robust(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _moved(workdir: pathlib.Path, step: int, series: Mapping[str, Series]) -> Iterator[str]:
     """Yields lines about the quantities that moved, the first and farthest first."""
+    # if a deviation above x has a chance of exp(-x), more quantities than a few move no more often by chance
+    limit = LIMIT + math.log(max(1.0, len(series) / _FEW))
     found = []  # (first step, -deviations there, name, index of the first step)
     for name, of in series.items():
-        near = np.flatnonzero((of.steps >= step - _BEFORE) & (np.abs(of.deviations) >= LIMIT))
+        near = np.flatnonzero((of.steps >= step - _BEFORE) & (np.abs(of.deviations) >= limit))
         if len(near):
             found.append((int(of.steps[near[0]]), -abs(of.deviations[near[0]]), name, near[0]))
     if not found:
         yield (
             f"{workdir}@{step}: nothing moved. No loss and no norm of step {step}, or of the {_BEFORE} steps before, "
-            f"is {LIMIT:g} robust deviations from its median over {_WINDOW} steps."
+            f"is {limit:.3g} robust deviations from its running median."
         )
         return
     found.sort()
     first = found[0]
     yield (
         f"{workdir}@{step}: {first[2]} moved first, at step {first[0]}, by {-first[1]:.3g} robust deviations from its "
-        f"median over {_WINDOW} steps."
+        "running median."
     )
     yield f"  {'quantity':<24}{'first step':>10}{'value':>13}{'median':>13}{'deviations':>12}{f'at {step}':>12}"
     for at, _, name, index in found[:_SHOWN]:
         of = series[name]
         value, median, deviations = of.values[index], of.medians[index], of.deviations[index]
-        yield f"  {name:<24}{at:>10}{value:>13.5g}{median:>13.5g}{deviations:>+12.3g}{of.deviations[-1]:>+12.3g}"
+        now = f"{of.deviations[-1]:+.3g}" if of.steps[-1] == step else "-"
+        yield f"  {name:<24}{at:>10}{value:>13.5g}{median:>13.5g}{deviations:>+12.3g}{now:>12}"
     if len(found) > _SHOWN:
         yield f"  and {len(found) - _SHOWN} more quantities"
 
@@ -157,9 +163,13 @@ def _alike(step: int, series: Mapping[str, Series], rows: Mapping[int, Mapping[s
 def _show_documents(workdir: pathlib.Path, row: Mapping[str, Any], *, num_documents: int) -> None:
     """Prints the documents of the batch of a row by source, or why they cannot be read."""
     config, batch = complete(read_json(workdir / "config.json")), row.get("batch", row["step"])
-    data = DataConfig(**config["data"])
     print(f"\nbatch {batch}:")
     try:
+        if unknown := config["data"].keys() - {field.name for field in dataclasses.fields(DataConfig)}:
+            raise ValueError(
+                f"its config has data.{min(unknown)}, which this version lacks. Use the version that wrote it."
+            )
+        data = DataConfig(**config["data"])
         path = resolve_tokenizer_path(data.tokenizer, workdir)
         tokenizer = Tokenizer(path, vocab_size=config["model"]["vocab_size"])
         numbers = list(range(data.batch_size))

@@ -169,7 +169,7 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         signals.saved_step = saved[0]
         refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
-        ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
+        ledger.begin()  # not for a start that is refused; a complete run only gets what its ledger lacks, by `finish`
     if saved is not None:
         with signals.phase("compiling"):  # for the time of a restore, see `goodput`
             inputs.state_digest.compiled()

@@ -107,13 +107,67 @@ def test_a_loss_that_is_not_finite_has_moved_most(written, run_here):
     folder = written({90: {"loss": float("nan")}, 91: {"grad_norm": 5.0}})
     _, out, _ = run_here("explain", f"{folder}@91")
     assert_names(out, "loss moved first, at step 90, by 1e+06", "grad_norm")
-    assert "nothing moved" not in run_here("explain", f"{folder}@99")[1]  # nor has it part in a later median
-    assert "+1e+06" not in run_here("explain", f"{written({})}@99")[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_in_no_later_median(value, written, run_here):
+    nonfinite = {step: {"loss": value} for step in range(60, 80)}  # most of the steps before 90
+    folder = written(nonfinite | {90: {"loss": 5.0}})
+    losses = [row["loss"] for row in micro.rows(folder)[:89] if np.isfinite(row["loss"])]
+    line = run_here("explain", f"{folder}@90")[1].splitlines()[2].split()
+    assert line[:3] == ["loss", "90", "5"]
+    assert float(line[3]) == pytest.approx(np.median(losses[-32:]), rel=1e-4)  # of printed digits
+
+
+@pytest.mark.parametrize("name", ["source_loss/b", "grad_norm/layer_01", "update_norm/embed"])
+def test_a_source_or_a_layer_may_move_first(name, written, run_here):
+    rng = np.random.default_rng(1)
+    noise = {step: {name: 2.0 + 0.02 * rng.standard_normal()} for step in range(1, 101)}
+    folder = written(noise | {88: {name: 3.0}, 90: noise[90] | {"loss": 5.0}})
+    _, out, _ = run_here("explain", f"{folder}@90")
+    assert_names(out, f"{name} moved first, at step 88, by")
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == [name, "loss"]
+
+
+def test_a_step_without_the_quantity_names_what_moved_before(written, run_here):
+    rng = np.random.default_rng(1)
+    every_4 = {step: {"source_loss/b": 2.0 + 0.02 * rng.standard_normal()} for step in range(4, 101, 4)}
+    folder = written(every_4 | {88: {"source_loss/b": 3.0}})
+    for step in (88, 89, 91, 98):
+        _, out, _ = run_here("explain", f"{folder}@{step}")
+        assert_names(out, "source_loss/b moved first, at step 88, by", "the most alike steps before it:\n  step ")
+        assert (out.splitlines()[2].split()[-1] == "-") == (step != 88)
+    assert "nothing moved" in run_here("explain", f"{folder}@99")[1]
+
+
+def test_trends_and_padding_are_no_moves(written, run_here):
+    """The norm of the weights grows once the learning rate does, and most batches have no padding."""
+    ordinary = {
+        step: {"param_norm": 9.0 + 0.01 * max(0, step - 40), "padding_share": 0.0156 * (step % 17 == 0)}
+        for step in range(1, 101)
+    }
+    for step in (50, 60, 68, 85):
+        assert "nothing moved" in run_here("explain", f"{written(ordinary)}@{step}")[1]
+    folder = written(ordinary | {60: ordinary[60] | {"loss": 6.0, "grad_norm": 5.0}})
+    assert_names(run_here("explain", f"{folder}@60")[1], "grad_norm moved first, at step 60", "loss  ")
+
+
+@pytest.mark.parametrize(("num_layers", "first"), [(1, "grad_norm/layer_00"), (24, "loss")])
+def test_the_limit_rises_with_the_number_of_quantities(num_layers, first, written, run_here):
+    rng = np.random.default_rng(2)
+    names = [f"grad_norm/layer_{layer:02}" for layer in range(num_layers)]
+    layers = {step: {name: 1.0 + 0.01 * rng.standard_normal() for name in names} for step in range(1, 101)}
+    before = np.asarray([layers[step][names[0]] for step in range(53, 85)])
+    spread = 1.4826 * np.median(np.abs(before - np.median(before)))
+    layers[85][names[0]] = np.median(before) + 6.5 * spread  # one of many may be so far by chance
+    folder = written(layers | {90: layers[90] | {"loss": 5.0}})
+    assert_names(run_here("explain", f"{folder}@90")[1], f"{first} moved first, at step")
 
 
 def test_steps_that_cannot_be_explained_are_refused(written, run_here, tmp_path):
     folder = written({})
     assert_refused(run_here("explain", f"{folder}@101"), "no row of step 101", "steps 1 to 100")
+    assert "nothing moved" in run_here("explain", f"{folder}@0000000050")[1]
     assert_refused(run_here("explain", f"{folder}@8"), "has 7 rows before it", "later step")
     assert run_here("explain", f"{folder}@9")[0] == 0
     for words in ((folder,), (f"{folder}@x",), (f"{folder}@9", f"{folder}@10")):
@@ -133,3 +187,28 @@ def test_text_that_is_gone_is_said_after_the_rest(written, run_here):
     code, out, _ = run_here("explain", f"{folder}@90")
     assert code == 0
     assert_names(out, "loss moved first, at step 90", "documents cannot be read: ", "/none/a.jsonl")
+
+
+def test_the_config_of_a_newer_version_is_named(written, run_here):
+    folder = written({90: {"loss": 5.0}})
+    config = json.loads((folder / "config.json").read_text())
+    config["data"]["later_key"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, _ = run_here("explain", f"{folder}@90")
+    assert code == 0
+    assert_names(
+        out, "loss moved first, at step 90", "documents cannot be read: ", "data.later_key", "the version that wrote"
+    )
+
+
+def test_text_that_changed_is_said_beside_a_recorded_position(spiked, run_here):
+    path = spiked.parent / "noise.jsonl"
+    text = path.read_text()
+    assert "has changed" not in run_here("explain", f"{spiked}@{SPIKE}")[1]
+    path.write_text(text.replace(text[20:24], "abcd", 1))
+    try:
+        code, out, _ = run_here("explain", f"{spiked}@{SPIKE}")
+    finally:
+        path.write_text(text)
+    assert code == 0
+    assert_names(out, f"moved first, at step {SPIKE}", "documents cannot be read: ", "the text has changed since")
