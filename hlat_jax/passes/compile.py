@@ -181,9 +181,10 @@ def training_program(
     before = _passes(autocast=autocast, kernels=kernels, chunk=chunk, platform=options.platform)
     after = [Pass("residuals", select_residuals, _no_report)] if residuals else []
     _check_passes(options, autocast, [*before, *after], memory_budget, remat)
-    _check_only_if_smaller(only_if_smaller, [*before, *after], has_shapes=params is not None and batch is not None)
-    shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
     options = _step_options(options, autocast, memory_budget)
+    has_shapes = params is not None and batch is not None
+    _check_only_if_smaller(only_if_smaller, [*before, *after], has_shapes=has_shapes, is_scaled=options.loss_scale)
+    shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
     step = train_step(loss_fn, optimizer, transform_step=_simulation(simulate, options), options=options, **shapes)
     plain = [Stage("loss", _warned_of_shared_keys(step, loss_fn, options), str)]
     if params is None or batch is None:
@@ -243,11 +244,17 @@ def _check_passes(
         parse_bytes(memory_budget, name="memory_budget")
 
 
-def _check_only_if_smaller(names: Collection[str], passes: Sequence[Pass], *, has_shapes: bool) -> None:
-    """Raises ValueError for names of passes that were not asked for, and for a choice without shapes."""
+def _check_only_if_smaller(
+    names: Collection[str], passes: Sequence[Pass], *, has_shapes: bool, is_scaled: bool
+) -> None:
+    """Raises ValueError for names of passes that were not asked for or cannot be left out, and without shapes."""
+    if isinstance(names, str):
+        raise ValueError(f"only_if_smaller={names!r} must be a sequence of names. Give ({names!r},).")
     asked = [one.name for one in passes]
     if unknown := [name for name in names if name not in asked]:
         raise ValueError(f"only_if_smaller has {unknown[0]!r}. It takes the passes of this program, {asked}.")
+    if "autocast" in names and is_scaled:
+        raise ValueError("only_if_smaller cannot leave out autocast='fp16', since the step scales its loss.")
     if names and not has_shapes:
         raise ValueError("only_if_smaller compares compiled steps. Give params=... and batch=... too.")
 

@@ -146,7 +146,8 @@ def _with_gradients(fn: Callable, leaves: list[Any], tree: Any, places: list[int
 def _unflatten_and_call(fn: Callable, leaves: list[Any], tree: Any, places: list[int], *arrays: Any) -> list[Any]:
     given = dict(zip(places, arrays, strict=True))
     args, kwargs = jax.tree.unflatten(tree, [given.get(at, leaf) for at, leaf in enumerate(leaves)])
-    return jax.tree.leaves(fn(*args, **kwargs))
+    results, updates = fn(*args, **kwargs)
+    return jax.tree.leaves((results, jax.lax.stop_gradient(updates)))  # updates of modules have no gradients
 
 
 def table(stages: Iterable[tuple[str, Any, str]], arguments: Any) -> str:
@@ -319,8 +320,8 @@ def remat(fn: Any = None, *, budget: int | str, step: _Step = _loss_and_grads, o
     Args:
       fn: the function. Without it, the result is a decorator.
       budget: "12GiB" or bytes, on one device.
-      step: function from `fn` to the program that must fit. It takes the arguments of `fn`. The default program is
-        the loss and its gradients by the float arrays of the first argument.
+      step: function from `fn` to the program that must fit. It takes the arguments of `fn`, with keyword arguments in
+        a dict at the end. The default program is the loss and its gradients by the float arrays of the first argument.
       options: options of the choice.
 
     Raises:
@@ -347,16 +348,16 @@ class _WithinBudget:
         is_dynamic = [isinstance(shape, jax.ShapeDtypeStruct) for shape in shapes]
 
         def of_arrays(*arrays: Any) -> Any:
-            """Calls the function with arguments in which anything that is no array is None, but the last is a dict."""
-            given = jax.tree.leaves((arrays[:-1], arrays[-1]), is_leaf=_is_none)
-            merged = [new if chosen else old for new, old, chosen in zip(given, leaves, is_dynamic, strict=True)]
+            """Calls the function with arguments in which anything that is no array is None."""
+            given = jax.tree.leaves(arrays if kwargs else (arrays, {}), is_leaf=_is_none)
+            merged = [new if chosen else old for new, old, chosen in zip(given, shapes, is_dynamic, strict=True)]
             own_args, own_kwargs = jax.tree.unflatten(tree, merged)
             return self._fn(*own_args, **own_kwargs)
 
         def only_arrays(values: Iterable[Any]) -> tuple:
             kept = [value if chosen else None for value, chosen in zip(values, is_dynamic, strict=True)]
             own_args, own_kwargs = jax.tree.unflatten(tree, kept)
-            return (*own_args, own_kwargs)
+            return (*own_args, own_kwargs) if own_kwargs else own_args
 
         key = tuple(map(by_value, shapes)), tree
         if key not in self._plans:

@@ -78,13 +78,13 @@ def pure(fn: Callable) -> Callable:
         if not modules:
             return fn(*args, **kwargs), {}
         graph, state = _nnx().split(modules)
-        before = jax.tree.leaves(state)  # now, since the state shares its variables with the modules
+        before, tree = jax.tree.flatten(state)  # now, since the state shares its variables with the modules
         outs = fn(*args, **kwargs)
         new_graph, state = _nnx().split(modules)
-        if new_graph != graph:
+        if new_graph != graph or jax.tree.structure(state) != tree:
             raise ValueError(
-                f"{function_name(fn)} adds variables to a Flax NNX module, or changes its "
-                "attributes. A pass keeps updates of variables only. Use nnx.split before the pass and nnx.merge "
+                f"{function_name(fn)} adds variables to a Flax NNX module, or changes its attributes or the structure "
+                "of a variable. A pass keeps updates of variables only. Use nnx.split before the pass and nnx.merge "
                 "inside it, and return the new state."
             )
         pairs = zip(before, jax.tree.leaves(state), strict=True)

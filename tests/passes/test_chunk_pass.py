@@ -669,3 +669,16 @@ def test_layers_in_a_loop_and_under_checkpoints_are_computed_in_chunks():
         assert difference(loss, ours, PARAMS, BATCH) < 1e-5
         assert ours.report().replacements
         assert 2 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
+
+
+def test_values_sharded_over_explicit_axes_are_left_alone():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def loss(w, x):
+        return -jnp.mean(jax.nn.log_softmax(x @ w)[:, 0])
+
+    w, x = jax.random.normal(jax.random.key(0), (16, 256)), jnp.ones((64, 16))
+    ours = chunk(loss, max_bytes="1KiB")
+    np.testing.assert_allclose(ours(w, jax.device_put(x, rows)), loss(w, x), rtol=1e-6)
+    assert "sharded over an axis of type Explicit" in str(ours.report())

@@ -385,6 +385,10 @@ def test_a_choice_by_measuring_names_passes_and_has_shapes():
         training_program(ensemble, OPTIMIZER, options=options, **SMALL_ENSEMBLE)
     with pytest.raises(ValueError, match=r"Give params=\.\.\. and batch="):
         training_program(ensemble, OPTIMIZER, options={"residuals": True, "only_if_smaller": ("residuals",)})
+    with pytest.raises(ValueError, match=r"Give \('residuals',\)"):
+        training_program(ensemble, OPTIMIZER, options={"residuals": True, "only_if_smaller": "residuals"})
+    with pytest.raises(ValueError, match=r"cannot leave out autocast='fp16'"):
+        training_program(ensemble, OPTIMIZER, options={"autocast": "fp16", "only_if_smaller": ("autocast",)})
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """`from hlat_jax import passes`: what other projects import, under the transformations that they use."""
 
+import gc
+import re
 import subprocess
 import sys
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +144,63 @@ def test_a_module_that_gains_a_variable_under_a_pass_is_refused():
 
     with pytest.raises(ValueError, match=r"of_module adds variables .* nnx.split"):
         passes.chunk(of_module)(Growing(), X)
+
+
+def test_a_variable_whose_structure_changes_under_a_pass_is_refused():
+    class Cache(nnx.Module):
+        def __init__(self):
+            self.kept = nnx.Variable({"first": jnp.ones(3), "second": jnp.zeros(3)})
+
+    def renamed(cache, x):
+        kept = cache.kept.get_value()
+        cache.kept.set_value({"second": kept["second"] + 5, "third": kept["first"]})
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match=r"renamed .* structure of a variable"):
+        passes.chunk(renamed)(Cache(), X)
+
+
+def test_a_module_under_a_budget_computes_values_again():
+    def of_module(module, x):
+        w = module.first.kernel[...]
+        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.sin(jnp.exp(-jnp.cos(x @ w))), None), module(x), length=16)[0])
+
+    plain, ours = Noisy(), Noisy()
+    fitted = passes.remat(of_module, budget="1MiB")  # without recomputation 2.3 MiB
+    assert_close(nnx.value_and_grad(fitted)(ours, X), nnx.value_and_grad(of_module)(plain, X))
+    assert_close(nnx.state(ours, nnx.BatchStat), nnx.state(plain, nnx.BatchStat))
+    assert re.search(r"^remat .* kept +nothing", fitted.report(), re.MULTILINE)
+
+
+def test_updates_of_a_module_have_no_gradients_in_a_report():
+    class Cached(nnx.Module):
+        def __init__(self):
+            self.w, self.seen = nnx.Param(W), nnx.Variable(jnp.zeros((8, 32, 512)))
+
+        def __call__(self, x):
+            self.seen[...] = jnp.tanh(jax.lax.stop_gradient(x) @ self.w[...])
+            return jnp.sum(x @ self.w[...])
+
+    fn = passes.select_residuals(lambda module, x: module(x))
+    fn(Cached(), X)
+    plain = next(line for line in fn.report().splitlines() if line.startswith("function"))
+    assert plain.split()[1] == "4"  # two of the values, and of the sum the gradients by both operands
+
+
+def test_a_budget_keeps_no_argument_alive():
+    fitted = passes.remat(lambda w: jnp.sum(jnp.sin(w)), budget="1GiB")
+    weights = jnp.ones(3)
+    fitted(weights)
+    weights = weakref.ref(weights)
+    gc.collect()
+    assert weights() is None
+
+
+def test_the_step_of_a_budget_takes_the_arguments_of_the_function():
+    def step(fn):
+        return lambda w, x: jax.value_and_grad(fn)(w, x)
+
+    assert passes.remat(lambda w, x: jnp.sum(w) * x, budget="1GiB", step=step)(W, 2.0) == 2 * W.sum()
 
 
 @pytest.mark.slow

@@ -55,6 +55,9 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
         eqn = graph.producer(seed)
         if id(eqn) in taken or graph.is_constant(seed) or _is_given(graph, seed) or not graph.readers(seed):
             continue
+        if _is_placed(seed):
+            yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: sharded over an axis of type Explicit")
+            continue
         num_bytes = aval_bytes(seed.aval)
         parts = _num_parts(num_bytes, max_bytes)
         bounds = _Bounds(parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, num_bytes // 64)
@@ -81,12 +84,17 @@ def losses(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Matc
         num_bytes, limit = aval_bytes(seed.aval), min(max_bytes, LOSS_BYTES)
         parts = min(_num_parts(num_bytes, limit), _num_rows(eqn) // LEAST_ROWS)
         needed = _num_parts(num_bytes, max_bytes)
-        if parts <= max(needed, 1) or graph.is_constant(seed) or not _is_of_loss(graph, seed):
+        if parts <= max(needed, 1) or graph.is_constant(seed) or _is_placed(seed) or not _is_of_loss(graph, seed):
             continue
         bounds = _Bounds(parts, True, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
         regions, _ = _regions(graph, seed, bounds, graph.taken)
         if ends := [region for region in regions if region.is_loss]:
             yield min(ends, key=lambda one: one.cost).match()
+
+
+def _is_placed(var: Any) -> bool:
+    """Returns whether the type of a value has a sharding, as over axes of type Explicit: a loop cannot slice it."""
+    return any(part is not None for part in var.aval.sharding.spec)
 
 
 def _num_parts(num_bytes: int, max_bytes: int) -> int:
