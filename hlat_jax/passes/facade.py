@@ -31,10 +31,11 @@ from hlat_jax.passes.jaxpr import (
     is_inexact,
     perturbed_at,
     source_of,
+    trace_call,
     without_dead_code,
 )
 from hlat_jax.passes.liveness import estimated_temporaries, moments
-from hlat_jax.passes.products import live_jaxpr, products_by_dtype
+from hlat_jax.passes.products import products_by_dtype
 from hlat_jax.passes.remat_pass import RematOptions, RematPlan
 from hlat_jax.passes.rewrite.chunks import MAX_BYTES
 
@@ -188,11 +189,16 @@ def memory_timeline(fn: Callable, *args: Any, **kwargs: Any) -> list[Moment]:
       fn: the program, such as `jax.value_and_grad(loss)` or the step of a `training_program`.
       args, kwargs: its arguments, or their shapes. `memory_timeline` runs nothing.
     """
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    leaves = [leaf if hasattr(leaf, "sharding") else jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    (args, kwargs), _ = module_state.split((args, kwargs))
+
+    def results(*args: Any, **kwargs: Any) -> list[Any]:
+        (args, kwargs), modules = module_state.merge((args, kwargs))
+        return list(filter(is_array, jax.tree.leaves((fn(*args, **kwargs), modules))))
+
+    closed, leaves, _ = trace_call(results, args, kwargs)  # a call, so that `jit` gets its static arguments
     return [
         Moment(held.total, " at ".join(filter(None, (eqn.primitive.name, source_of(eqn)))))
-        for eqn, held in moments(live_jaxpr(traced), list(map(_shape_of, leaves)))
+        for eqn, held in moments(without_dead_code(closed.jaxpr), list(map(_shape_of, leaves)))
     ]
 
 

@@ -271,6 +271,33 @@ def test_memory_timeline_peaks_at_the_temporaries_of_a_report():
     assert [format_bytes(peak) in row for peak, row in zip(peaks, rows, strict=False)] == [True, True]
 
 
+def test_memory_timeline_takes_the_programs_of_flax_and_jit():
+    def scaled(w, x, times=1, kind="mean"):
+        return times * getattr(jnp, kind)(jnp.tanh(x @ w))
+
+    plain = passes.memory_timeline(scaled, W, X, 2)
+    for by_name in ({"static_argnums": (2, 3)}, {"static_argnames": ["times", "kind"]}):
+        assert passes.memory_timeline(jax.jit(scaled, **by_name), W, X, times=2, kind="mean") == plain
+    assert passes.memory_timeline(jax.jit(scaled, static_argnums=2), W, X, 2) == plain
+
+    def of_module(module, x):
+        return jnp.mean(module(x) ** 2)
+
+    [compiled, ours] = (
+        [point.total_bytes for point in passes.memory_timeline(program, Noisy(), X)]
+        for program in (nnx.jit(nnx.value_and_grad(of_module)), nnx.value_and_grad(of_module))
+    )
+    assert max(compiled) == max(ours) >= X.nbytes
+
+
+def test_memory_timeline_takes_the_programs_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(32, 512, 64, 2, key=jax.random.key(0))
+    program = eqx.filter_grad(lambda model, x: jnp.mean(jax.vmap(jax.vmap(model))(x)))
+    peak = max(passes.memory_timeline(program, model, X)).total_bytes
+    assert max(passes.memory_timeline(eqx.filter_jit(program), model, X)).total_bytes == peak >= 8 * 32 * 512 * 4
+
+
 def test_a_training_program_is_made_by_the_same_import():
     program = passes.training_program(
         lambda params, batch: loss(params, *batch), optax.sgd(0.1), autocast="bf16", options=passes.StepOptions()
