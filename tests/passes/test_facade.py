@@ -206,6 +206,23 @@ def test_a_report_is_made_of_a_function_with_a_named_axis(name):
         assert name in ours.report()
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: jax.lax.with_sharding_constraint(x, P(None, "model")),
+        lambda x: x + jax.lax.pcast(jnp.ones(()), "data", to="varying"),
+    ],
+    ids=["sharding constraint", "pcast"],
+)
+def test_a_report_is_made_of_a_function_that_reads_the_mesh(read):
+    ours = passes.autocast(lambda w, x: jnp.sum(jnp.tanh(read(x) @ w)))
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=2 * (AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}}
+    jax.jit(jax.shard_map(lambda w, x: ours(w, x)[None], mesh=mesh, **specs))(W, X)
+    products = [row.split()[1:3] for row in ours.report().splitlines()[1:3]]
+    assert products == [["3", "float32"], ["3", "bfloat16"]]
+
+
 def test_a_choice_is_searched_again_for_another_argument_without_a_shape():
     ours = passes.remat(lambda w, kind: jnp.sum(w) * (2 if kind == 1 else 3), budget="1GiB")
     assert [float(ours(W, kind)) for kind in (1, "1")] == pytest.approx([2 * W.sum(), 3 * W.sum()])
