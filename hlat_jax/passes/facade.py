@@ -10,6 +10,7 @@ print(loss.report())
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
@@ -31,10 +32,11 @@ from hlat_jax.passes.jaxpr import (
     is_inexact,
     perturbed_at,
     source_of,
+    trace_call,
     without_dead_code,
 )
 from hlat_jax.passes.liveness import estimated_temporaries, moments
-from hlat_jax.passes.products import live_jaxpr, products_by_dtype
+from hlat_jax.passes.products import products_by_dtype
 from hlat_jax.passes.remat_pass import RematOptions, RematPlan
 from hlat_jax.passes.rewrite.chunks import MAX_BYTES
 
@@ -59,6 +61,7 @@ class Passed(Generic[_Args, _Result]):
         self._name, self._fn, self._changed = name, fn, change(module_state.pure(fn))
         self._called: tuple[tuple, dict] | None = None
         self._axes: Sequence[tuple[Any, int]] = ()
+        self._mesh: Any = None
         later = [one for one in self._names() if ORDER.index(one) > ORDER.index(name)]
         if later:
             warnings.warn(
@@ -72,7 +75,8 @@ class Passed(Generic[_Args, _Result]):
 
     def _call(self, *args: Any, **kwargs: Any) -> tuple[_Result, dict[int, Any]]:
         """Calls the changed function with modules as `module_state.Split`."""
-        self._called, self._axes = jax.tree.map(_shape_of, (args, kwargs)), bound_axes()
+        self._called = jax.tree.map(_shape_of, (args, kwargs))
+        self._axes, self._mesh = bound_axes(), jax.sharding.get_abstract_mesh()
         return self._changed(*args, **kwargs)
 
     @overload
@@ -103,16 +107,18 @@ class Passed(Generic[_Args, _Result]):
         """
         if self._called is None:
             raise ValueError(f"{self._name}: call the function, or trace it with jax.eval_shape, before its report.")
-        called, axes = self._called, self._axes
+        called, axes, mesh = self._called, self._axes, self._mesh
         leaves, tree = jax.tree.flatten(called)
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
         shapes = [leaves[at] for at in places]
+        is_traced = all(shape.sharding is None for shape in shapes)  # else the shardings name the mesh
         rows = []
         for name, fn, lines in self._stages():
             run = _with_gradients(module_state.pure(fn), leaves, tree, places)
-            closed: Any = jax.make_jaxpr(run, axis_env=axes)(*shapes)
+            with jax.sharding.use_abstract_mesh(mesh) if is_traced else contextlib.nullcontext():
+                closed: Any = jax.make_jaxpr(run, axis_env=axes)(*shapes)
             rows.append((name, without_dead_code(closed.jaxpr), lines))
-        self._called, self._axes = called, axes  # of the call, not of this trace
+        self._called, self._axes, self._mesh = called, axes, mesh  # of the call, not of this trace
         return table(rows, shapes)
 
 
@@ -189,11 +195,16 @@ def memory_timeline(fn: Callable, *args: Any, **kwargs: Any) -> list[Moment]:
       fn: the program, such as `jax.value_and_grad(loss)` or the step of a `training_program`.
       args, kwargs: its arguments, or their shapes. `memory_timeline` runs nothing.
     """
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    leaves = [leaf if hasattr(leaf, "sharding") else jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    (args, kwargs), _ = module_state.split((args, kwargs))
+
+    def results(*args: Any, **kwargs: Any) -> list[Any]:
+        (args, kwargs), modules = module_state.merge((args, kwargs))
+        return list(filter(is_array, jax.tree.leaves((fn(*args, **kwargs), modules))))
+
+    closed, leaves, _ = trace_call(results, args, kwargs)  # a call, so that `jit` gets its static arguments
     return [
         Moment(held.total, " at ".join(filter(None, (eqn.primitive.name, source_of(eqn)))))
-        for eqn, held in moments(live_jaxpr(traced), list(map(_shape_of, leaves)))
+        for eqn, held in moments(without_dead_code(closed.jaxpr), list(map(_shape_of, leaves)))
     ]
 
 

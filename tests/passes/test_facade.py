@@ -266,6 +266,23 @@ def test_a_report_is_made_of_a_function_with_a_named_axis(name):
         assert name in ours.report()
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: jax.lax.with_sharding_constraint(x, P(None, "model")),
+        lambda x: x + jax.lax.pcast(jnp.ones(()), "data", to="varying"),
+    ],
+    ids=["sharding constraint", "pcast"],
+)
+def test_a_report_is_made_of_a_function_that_reads_the_mesh(read):
+    ours = passes.autocast(lambda w, x: jnp.sum(jnp.tanh(read(x) @ w)))
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=2 * (AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "axis_names": {"data"}}
+    jax.jit(jax.shard_map(lambda w, x: ours(w, x)[None], mesh=mesh, **specs))(W, X)
+    products = [row.split()[1:3] for row in ours.report().splitlines()[1:3]]
+    assert products == [["3", "float32"], ["3", "bfloat16"]]
+
+
 def test_a_choice_is_searched_again_for_another_argument_without_a_shape():
     ours = passes.remat(lambda w, kind: jnp.sum(w) * (2 if kind == 1 else 3), budget="1GiB")
     assert [float(ours(W, kind)) for kind in (1, "1")] == pytest.approx([2 * W.sum(), 3 * W.sum()])
@@ -329,6 +346,33 @@ def test_memory_timeline_peaks_at_the_temporaries_of_a_report():
     ]
     rows = str(program).splitlines()[1:]
     assert [format_bytes(peak) in row for peak, row in zip(peaks, rows, strict=False)] == [True, True]
+
+
+def test_memory_timeline_takes_the_programs_of_flax_and_jit():
+    def scaled(w, x, times=1, kind="mean"):
+        return times * getattr(jnp, kind)(jnp.tanh(x @ w))
+
+    plain = passes.memory_timeline(scaled, W, X, 2)
+    for by_name in ({"static_argnums": (2, 3)}, {"static_argnames": ["times", "kind"]}):
+        assert passes.memory_timeline(jax.jit(scaled, **by_name), W, X, times=2, kind="mean") == plain
+    assert passes.memory_timeline(jax.jit(scaled, static_argnums=2), W, X, 2) == plain
+
+    def of_module(module, x):
+        return jnp.mean(module(x) ** 2)
+
+    [compiled, ours] = (
+        [point.total_bytes for point in passes.memory_timeline(program, Noisy(), X)]
+        for program in (nnx.jit(nnx.value_and_grad(of_module)), nnx.value_and_grad(of_module))
+    )
+    assert max(compiled) == max(ours) >= X.nbytes
+
+
+def test_memory_timeline_takes_the_programs_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(32, 512, 64, 2, key=jax.random.key(0))
+    program = eqx.filter_grad(lambda model, x: jnp.mean(jax.vmap(jax.vmap(model))(x)))
+    peak = max(passes.memory_timeline(program, model, X)).total_bytes
+    assert max(passes.memory_timeline(eqx.filter_jit(program), model, X)).total_bytes == peak >= 8 * 32 * 512 * 4
 
 
 def test_a_training_program_is_made_by_the_same_import():

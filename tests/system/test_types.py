@@ -83,6 +83,22 @@ passes.chunk(loss, max_byte="4MiB")  # call-overload
 passes.remat(loss)  # call-overload
 
 
+class Static:
+    '''mypy takes `decorated` for a plain method, see docs/passes.md.'''
+
+    assigned = staticmethod(passes.chunk(loss))
+
+    @staticmethod
+    @passes.chunk
+    def decorated(batch: Batch) -> jax.Array:
+        return batch.tokens.mean()
+
+
+assert_type(Static().assigned(params, batch), jax.Array)
+Static().assigned(params)  # call-arg
+Static().decorated(batch)  # call-arg
+
+
 class Trainer:
     @passes.chunk(max_bytes="4MiB")
     def loss(self, params: dict[str, Any], batch: Batch) -> jax.Array:
