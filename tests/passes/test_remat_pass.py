@@ -359,6 +359,13 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
 
 
 @pytest.mark.slow
+def test_a_changed_function_without_the_region_is_not_tried():
+    with pytest.raises(remat_pass.BudgetNotMet, match="with nothing kept") as refused:
+        fit_blocks("1MiB", region="segments")
+    assert "passes.chunk finds nothing" not in str(refused.value)  # chunks leave no segments
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [biased_attention, dpo, poisson_residual, contrastive])
 def test_a_budget_that_saving_cannot_meet_is_met_in_chunks(fn):
     args = ARGUMENTS[fn]
