@@ -142,8 +142,9 @@ class RematPlan:
             (
                 *(f"changed    {line}" for line in self.changes),
                 f"kept       {kept}",
-                f"bytes      {format_bytes(self.measured_bytes)} measured, "
-                f"{format_bytes(self.predicted_bytes)} predicted, of {format_bytes(self.budget_bytes)}; "
+                f"bytes      {format_bytes(self.measured_bytes)} measured, of a budget of "
+                f"{format_bytes(self.budget_bytes)}; "
+                f"{format_bytes(self.predicted_bytes)} estimated before compilation; "
                 f"{format_bytes(self.plain[0])} without rematerialization{full}",
                 f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",

@@ -267,6 +267,13 @@ def test_program_that_fits_is_unchanged():
     assert "everything, since it fits without rematerialization" in plan.report()
 
 
+def test_a_report_compares_the_measured_bytes_with_the_budget():
+    sizes = {"budget_bytes": 3 << 20, "measured_bytes": 2 << 20, "predicted_bytes": 4 << 20, "plain": (5 << 20, 1.0)}
+    counts = {"flops": 1.0, "predicted_flops": 1.0, "full": None, "compilations": 3, "seconds": 1.0}
+    plan = remat_pass.RematPlan(RematChoice(("a",)), **sizes, **counts)
+    assert "2.00 MiB measured, of a budget of 3.00 MiB; 4.00 MiB estimated before compilation" in plan.report()
+
+
 def shapes_of_six_blocks():
     up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (1024, 256), (1024, 256)))
     return [{"up": up, "down": down}] * 6, x
