@@ -134,9 +134,10 @@ class _Form:
         self.trial: Any = Trials(self._traced, self._measured)
 
     def is_changed(self) -> bool:
-        """Returns whether each of the changing passes finds something to change."""
+        """Returns whether each of the changing passes finds something to change, and leaves the region asked for."""
         self.trial.traced("", None)
-        return all(fn.report().replacements for fn in self.changed)
+        region, served = self.options.region, naming.regions(self.jaxprs[-1]) if self.jaxprs else []
+        return (region in ("auto", "whole", *served)) and all(fn.report().replacements for fn in self.changed)
 
     def changes(self) -> tuple[str, ...]:
         """Returns a line for each change."""
@@ -266,6 +267,6 @@ def _advice(tried: Sequence[_Form]) -> str:
         advice.append("What is saved for the backward pass is not what takes the memory.")
     elif own.jaxprs and not naming.num_loops(own.jaxprs[-1]):
         advice.append("Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each.")
-    if not any("chunk" in form.changing for form in tried):
+    if own.options.region != "segments" and not any("chunk" in form.changing for form in tried):
         advice.append("passes.chunk finds nothing whose chunks would take fewer bytes.")
     return " ".join((*advice, GENERAL_ADVICE))

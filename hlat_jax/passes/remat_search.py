@@ -142,8 +142,9 @@ class RematPlan:
             (
                 *(f"changed    {line}" for line in self.changes),
                 f"kept       {kept}",
-                f"bytes      {format_bytes(self.measured_bytes)} measured, "
-                f"{format_bytes(self.predicted_bytes)} predicted, of {format_bytes(self.budget_bytes)}; "
+                f"bytes      {format_bytes(self.measured_bytes)} measured, of a budget of "
+                f"{format_bytes(self.budget_bytes)}; "
+                f"{format_bytes(self.predicted_bytes)} estimated before compilation; "
                 f"{format_bytes(self.plain[0])} without rematerialization{full}",
                 f"products   {self.flops:.4g} FLOP, {self.predicted_flops:.4g} predicted, {self.recompute_share:+.1%}",
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",
@@ -326,19 +327,20 @@ def _search_choice(
 
     `start` fits, and `full` is the bytes of the program that saves nothing, measured or estimated.
     A choice that is predicted to exceed the budget by far is not compiled. Near the budget one more choice is tried,
-    since saving more may need less working memory.
+    since saving more may need less working memory. After a step that narrows the range little, its middle is tried.
     """
     fits, kept = start, graph.num_bytes(start.saved)
     measured: float = trial(start).num_bytes
     above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
+    is_narrowed = True
     least_gain = _LEAST_GAIN * 3 * graph.cost(())
-    for _ in range(tries):
+    while tries > 0:
         if above_measured is None:
             slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
         else:
             slope = (above - kept) / max(above_measured - measured, 1)
-        guess = kept + slope * (budget_bytes - measured)
+        guess = kept + slope * (budget_bytes - measured) if is_narrowed else (kept + above) / 2
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
         if choice is None or graph.cost(fits.saved) - graph.cost(choice.saved) < least_gain:
@@ -347,11 +349,13 @@ def _search_choice(
         tried_measured: float = predict(choice)
         if tried_measured <= _PREDICTION_ERROR * budget_bytes:
             tried_measured = trial(choice).num_bytes
+            tries -= 1
         if tried_measured <= budget_bytes:
-            fits, kept, measured = choice, tried_kept, tried_measured
+            fits, kept, measured, is_narrowed = choice, tried_kept, tried_measured, True
         elif is_close:
             break
         else:
+            is_narrowed = tried_kept < (kept + above) / 2
             above, above_measured = tried_kept, tried_measured
     return fits
 

@@ -267,6 +267,13 @@ def test_program_that_fits_is_unchanged():
     assert "everything, since it fits without rematerialization" in plan.report()
 
 
+def test_a_report_compares_the_measured_bytes_with_the_budget():
+    sizes = {"budget_bytes": 3 << 20, "measured_bytes": 2 << 20, "predicted_bytes": 4 << 20, "plain": (5 << 20, 1.0)}
+    counts = {"flops": 1.0, "predicted_flops": 1.0, "full": None, "compilations": 3, "seconds": 1.0}
+    plan = remat_pass.RematPlan(RematChoice(("a",)), **sizes, **counts)
+    assert "2.00 MiB measured, of a budget of 3.00 MiB; 4.00 MiB estimated before compilation" in plan.report()
+
+
 def shapes_of_six_blocks():
     up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (1024, 256), (1024, 256)))
     return [{"up": up, "down": down}] * 6, x
@@ -347,6 +354,21 @@ def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more():
 
 
 @pytest.mark.slow
+def test_a_search_leaves_a_range_of_choices_of_equal_bytes():
+    up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 16, 64), (4, 64, 16), (512, 16)))
+
+    def blocks(params, x):
+        for index in range(4):
+            x = x + jnp.tanh(jax.nn.gelu(x @ params[0][index]) @ params[1][index])
+        return jnp.mean(x**2)
+
+    budget = int(0.6 * remat_pass.temporaries(jax.jit(jax.value_and_grad(blocks)).trace((up, down), x)))
+    plan = remat_pass.fit(blocks, (up, down), x, budget_bytes=budget, options=SMALL)
+    assert plan.recompute_share < 0.1  # 13 % in the choice below the range
+    assert plan.compilations <= SMALL.max_compilations
+
+
+@pytest.mark.slow
 def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
     with pytest.raises(remat_pass.BudgetNotMet) as refused:
         fit_blocks("1MiB")
@@ -356,6 +378,13 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
     assert "lax.scan, or put jax.checkpoint around each" in str(refused.value)
     per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
     assert fit_blocks(bytes_of_blocks(per_block), per_block).choice is None  # the function's own checkpoints count
+
+
+@pytest.mark.slow
+def test_a_changed_function_without_the_region_is_not_tried():
+    with pytest.raises(remat_pass.BudgetNotMet, match="with nothing kept") as refused:
+        fit_blocks("1MiB", region="segments")
+    assert "passes.chunk finds nothing" not in str(refused.value)  # chunks leave no segments
 
 
 @pytest.mark.slow
