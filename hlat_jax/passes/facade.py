@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -196,12 +197,13 @@ def memory_timeline(fn: Callable, *args: Any, **kwargs: Any) -> list[Moment]:
       args, kwargs: its arguments, or their shapes. `memory_timeline` runs nothing.
     """
     (args, kwargs), _ = module_state.split((args, kwargs))
+    fn = inspect.unwrap(fn, stop=lambda one: not hasattr(one, "trace"))  # JAX nests no `jit` with compiler options
 
     def results(*args: Any, **kwargs: Any) -> list[Any]:
         (args, kwargs), modules = module_state.merge((args, kwargs))
         return list(filter(is_array, jax.tree.leaves((fn(*args, **kwargs), modules))))
 
-    closed, leaves, _ = trace_call(results, args, kwargs)  # a call, so that `jit` gets its static arguments
+    closed, leaves, _ = trace_call(results, args, kwargs)
     return [
         Moment(held.total, " at ".join(filter(None, (eqn.primitive.name, source_of(eqn)))))
         for eqn, held in moments(without_dead_code(closed.jaxpr), list(map(_shape_of, leaves)))

@@ -356,6 +356,8 @@ def test_memory_timeline_takes_the_programs_of_flax_and_jit():
     for by_name in ({"static_argnums": (2, 3)}, {"static_argnames": ["times", "kind"]}):
         assert passes.memory_timeline(jax.jit(scaled, **by_name), W, X, times=2, kind="mean") == plain
     assert passes.memory_timeline(jax.jit(scaled, static_argnums=2), W, X, 2) == plain
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    assert passes.memory_timeline(jax.jit(scaled, static_argnums=2, compiler_options=options), W, X, 2) == plain
 
     def of_module(module, x):
         return jnp.mean(module(x) ** 2)
