@@ -8,6 +8,7 @@ waits for, and for each fault when it begins and ends, with the seconds of the s
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import pathlib
@@ -128,8 +129,8 @@ def install(faults: Faults) -> None:
     def step(run, progress, batch):
         faults.step = progress.step + 1
         faults.report("step")
-        if fault := faults.due("clock jump"):
-            time.time = lambda: clock() + fault["jump_s"]
+        if jump := faults.due("clock jump"):
+            time.time = functools.partial(jumped, jump["jump_s"])
         if faults.due("NaN in the weights"):
             progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
         if (fault := faults.due("flipped bit of a replica")) and "draw" in fault:
@@ -141,6 +142,9 @@ def install(faults: Faults) -> None:
             leaves[index] = micro.flip_on_device(leaves[index], shard.device, **where)
             progress.state["params"] = structure.unflatten(leaves)
         step_of_loop(run, progress, batch)
+
+    def jumped(jump_s):
+        return clock() + jump_s
 
     def poisoned(array):
         parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]
