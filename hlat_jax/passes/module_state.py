@@ -81,7 +81,8 @@ def pure(fn: Callable) -> Callable:
         before, tree = jax.tree.flatten(state)  # now, since the state shares its variables with the modules
         outs = fn(*args, **kwargs)
         new_graph, state = _nnx().split(modules)
-        if new_graph != graph or jax.tree.structure(state) != tree:
+        new_tree: Any = jax.tree.structure(state)
+        if new_graph != graph or new_tree != tree:
             raise ValueError(
                 f"{function_name(fn)} adds variables to a Flax NNX module, or changes its attributes or the structure "
                 "of a variable. A pass keeps updates of variables only. Use nnx.split before the pass and nnx.merge "
