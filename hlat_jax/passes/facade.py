@@ -298,7 +298,10 @@ def select_residuals(fn: Any = None) -> Any:
 
 
 def _loss_and_grads(loss: Callable) -> Callable:
-    """Returns a function to the loss and its gradients by the float arrays of the first argument."""
+    """Returns a function to the loss, or a pair of the loss and auxiliary values, and its gradients.
+
+    The gradients are by the float arrays of the first argument.
+    """
 
     def program(first: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(first)
@@ -307,9 +310,10 @@ def _loss_and_grads(loss: Callable) -> Callable:
         def of_floats(given: list[Any]) -> Any:
             chosen = dict(zip(floats, given, strict=True))
             own = jax.tree.unflatten(tree, [chosen.get(at, leaf) for at, leaf in enumerate(leaves)])
-            return loss(own, *args, **kwargs)
+            result = loss(own, *args, **kwargs)
+            return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
 
-        return jax.value_and_grad(of_floats)([leaves[at] for at in floats])
+        return jax.value_and_grad(of_floats, has_aux=True)([leaves[at] for at in floats])
 
     return program
 
@@ -335,6 +339,7 @@ def remat(fn: Any = None, *, budget: int | str, step: _Step = _loss_and_grads, o
       budget: "12GiB" or bytes, on one device.
       step: function from `fn` to the program that must fit. It takes the arguments of `fn`, with keyword arguments in
         a dict at the end. The default program is the loss and its gradients by the float arrays of the first argument.
+        `fn` may return a pair of the loss and auxiliary values.
       options: options of the choice.
 
     Raises:

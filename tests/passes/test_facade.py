@@ -63,6 +63,22 @@ def test_a_pass_goes_through_the_transformations_of_jax(name):
     assert name in ours.report()
 
 
+@pytest.mark.quick_cases("remat")
+@pytest.mark.parametrize("name", [*MAKERS, "a small budget"])
+def test_a_pass_takes_a_loss_with_auxiliary_values(name):
+    def with_aux(w, x, y):
+        return loss(w, x, y), {"mean": jnp.mean(x @ w), "rows": len(x)}
+
+    ours = MAKERS.get(name, passes.remat(budget="400KiB"))(with_aux)
+    run = jax.value_and_grad(ours, has_aux=True)
+    assert_close(run(W, X, Y), jax.value_and_grad(with_aux, has_aux=True)(W, X, Y))
+    model = nnx.Linear(32, 512, rngs=nnx.Rngs(0))
+    of_module = MAKERS.get(name, passes.remat(budget="400KiB"))(lambda model, x, y: with_aux(model.kernel[...], x, y))
+    (value, aux), grads = nnx.value_and_grad(of_module, has_aux=True)(model, X, Y)
+    assert aux["rows"] == len(X)
+    assert_close((value, grads.kernel[...]), jax.value_and_grad(loss)(model.kernel[...], X, Y))
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_pass_goes_under_shard_map(name):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
