@@ -644,6 +644,21 @@ def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
         assert "test_chunk_pass.py" in report.refusals[0].source
 
 
+@pytest.mark.parametrize("softmax_dtype", [np.float32, np.float64])
+def test_attention_in_float64_that_sums_in_fp32_is_left_alone(softmax_dtype):
+    def loss(q, k, v):
+        shares = jax.nn.softmax((q @ k.T / 4).astype(softmax_dtype))
+        return jnp.mean(jnp.square(shares.astype(q.dtype) @ v))
+
+    with jax.enable_x64(True):
+        args = np.random.default_rng(0).standard_normal((3, 256, 16))
+        ours = chunk(loss, max_bytes=LIMIT)
+        assert difference(loss, ours, *args) < 1e-14
+        report = ours.report()
+    assert bool(report.replacements) == (softmax_dtype == np.float64)
+    assert softmax_dtype == np.float64 or "more than 1e-12" in report.refusals[0].reason
+
+
 def test_sums_over_chunks_and_gradients_of_weights_are_in_fp32():
     half = {key: value.astype(jnp.bfloat16) for key, value in PARAMS.items()}
     batch = {**BATCH, "x": jnp.asarray(BATCH["x"], jnp.bfloat16)}

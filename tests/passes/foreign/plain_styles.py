@@ -1,4 +1,4 @@
-"""Three models in plain JAX: a mixture of experts by `ragged_dot`, a graph network, and a latent ODE."""
+"""Models in plain JAX: a mixture of experts by `ragged_dot`, a graph network, a latent ODE, and a Conformer."""
 
 from __future__ import annotations
 
@@ -120,3 +120,36 @@ def latent_ode(*, small=False):
         return jnp.mean(jnp.square(mlp(params["decoder"], states, jnp.tanh) - batch["observed"]))
 
     return loss, params, batch
+
+
+def standardized(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def conformer_block(layer, x):
+    """Returns the result of half an MLP, attention, and a depthwise convolution over time."""
+    width = x.shape[-1]
+    x = x + 0.5 * jax.nn.silu(standardized(x) @ layer["up"]) @ layer["down"]
+    q, k, v = jnp.split(standardized(x) @ layer["qkv"], 3, -1)
+    x = x + jax.nn.softmax(q @ k.swapaxes(1, 2) * width**-0.5) @ v @ layer["mix"]
+    values, gates = jnp.split(standardized(x) @ layer["glu"], 2, -1)
+    dims = {"dimension_numbers": ("NHC", "HIO", "NHC"), "feature_group_count": width}
+    over_time = jax.lax.conv_general_dilated(values * jax.nn.sigmoid(gates), layer["times"], (1,), "SAME", **dims)
+    return x + jax.nn.silu(standardized(over_time)) @ layer["out"]
+
+
+def conformer():
+    rows, length, width, num_layers = 4, 64, 32, 2
+    rng = np.random.default_rng(0)
+    shapes = {"up": (width, 4 * width), "down": (4 * width, width), "qkv": (width, 3 * width), "mix": (width, width)}
+    shapes |= {"glu": (width, 2 * width), "times": (15, 1, width), "out": (width, width)}
+    params = [{name: matrices(rng, *shape) for name, shape in shapes.items()} for _ in range(num_layers)]
+    frames, targets = matrices(rng, 2, rows, length, width)
+
+    def loss(params, batch):
+        x = batch["frames"]
+        for layer in params:
+            x = conformer_block(layer, x)
+        return jnp.mean(jnp.square(standardized(x) - batch["targets"]))
+
+    return loss, params, {"frames": frames, "targets": targets}
