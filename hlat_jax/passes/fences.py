@@ -186,7 +186,8 @@ def barrier(values: list, others: list) -> tuple[list, list]:
     # all results of a barrier vary over the axes of any operand
     places = [at for at, each in enumerate(axes) if values and others and each == frozenset().union(*axes)]
     for at, array in zip(places, jax.lax.optimization_barrier([arrays[at] for at in places]), strict=True):
-        arrays[at] = array
+        # JAX's rule gives integers a tangent, and the rule of `cond` takes no index that has one
+        arrays[at] = array if is_inexact(array) else core.primitives.stop_gradient_p.bind(array)
     return arrays[: len(values)], arrays[len(values) :]
 
 

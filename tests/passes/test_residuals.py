@@ -194,6 +194,18 @@ def test_second_derivatives_pass_through_what_is_recomputed_elsewhere():
     assert distance(second(select_residuals(far_readers)), second(far_readers)) < 1e-5
 
 
+def test_gradients_of_gradients_pass_through_branches_by_a_computed_index():
+    x, rows = jnp.linspace(-1.0, 1.0, 24).reshape(4, 6), jnp.arange(4)
+
+    def routed(x, rows):
+        return jnp.sum(jax.lax.switch((rows + 1).sum() % 3, [jnp.tanh, jnp.sin, jnp.cos], jnp.sin(x)) ** 2)
+
+    def hessian_times_x(fn):
+        return jax.jit(lambda x, rows: jax.vjp(lambda x: jax.grad(fn)(x, rows), x)[1](x)[0])(x, rows)
+
+    np.testing.assert_allclose(hessian_times_x(select_residuals(routed)), hessian_times_x(routed), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.quick_cases("quick")
 @pytest.mark.parametrize("cases", [("jvp", "of shard_map"), TRANSFORMED], ids=["quick", "all"])
 def test_it_composes_with_transformations(cases):
