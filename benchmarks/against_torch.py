@@ -20,13 +20,11 @@ aten = torch.ops.aten
 # name -> activation memory budget, None without torch.compile; 1.0 is the default
 CONTENDERS = {"PyTorch eager": None, "torch.compile": 1.0, "torch.compile, budget 0.5": 0.5}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # which torch 2.13 does not count
-    for packet, formula in (
-        (aten._scaled_dot_product_flash_attention_for_cpu, flop_counter.sdpa_flop),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward, flop_counter.sdpa_backward_flop),
-    ):
-        if packet not in flop_counter.flop_registry:
-            flop_counter.register_flop_formula(packet)(formula)
+for suffix in ("", "_backward"):  # torch 2.13 does not count the kernel for CPUs
+    formula = flop_counter.flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")]
+    flop_counter.flop_registry.setdefault(
+        getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}"), formula
+    )
 
 
 def norm(scale, x):
