@@ -234,7 +234,7 @@ def times(programs, params, batch, contenders, *, rounds):
 
 
 def compare(name, *, is_run=False, rounds=3):
-    """Prints the table of one model."""
+    """Prints the table of one model, and returns name of a row -> (bytes, FLOPs, largest batch)."""
     of_wrapper, params, batch = diffusion_unet() if name == "unet" else transformer(name)
     loss, rows = of_wrapper(lambda fn: fn), jax.tree.leaves(batch)[0].shape[0]
     plain, flops = measured(loss, params, batch)
@@ -293,6 +293,7 @@ def compare(name, *, is_run=False, rounds=3):
             f"{'  LOSES' if is_beaten else ''}",
             flush=True,
         )
+    return table
 
 
 def main():
