@@ -142,7 +142,9 @@ class Contender:
         for leaf in jax.tree.leaves(batch):
             if self._budget is not None:
                 torch._dynamo.mark_dynamic(leaf, 0)
-        with torch._functorch.config.patch(activation_memory_budget=self._budget or 1.0):
+        # graphs from the cache would not be counted
+        chosen = {"activation_memory_budget": self._budget or 1.0, "enable_autograd_cache": False}
+        with torch._functorch.config.patch(chosen):
             value = self._loss(self._params, batch)
             return value, torch.autograd.grad(value, self._leaves)
 
