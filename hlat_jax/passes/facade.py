@@ -307,10 +307,9 @@ def _loss_and_grads(loss: Callable) -> Callable:
         def of_floats(given: list[Any]) -> Any:
             chosen = dict(zip(floats, given, strict=True))
             own = jax.tree.unflatten(tree, [chosen.get(at, leaf) for at, leaf in enumerate(leaves)])
-            outs = loss(own, *args, **kwargs)
-            return outs if isinstance(outs, tuple) else (outs, None)  # a tuple is (loss, auxiliary values)
+            return loss(own, *args, **kwargs)
 
-        return jax.value_and_grad(of_floats, has_aux=True)([leaves[at] for at in floats])
+        return jax.value_and_grad(of_floats)([leaves[at] for at in floats])
 
     return program
 
@@ -336,7 +335,6 @@ def remat(fn: Any = None, *, budget: int | str, step: _Step = _loss_and_grads, o
       budget: "12GiB" or bytes, on one device.
       step: function from `fn` to the program that must fit. It takes the arguments of `fn`, with keyword arguments in
         a dict at the end. The default program is the loss and its gradients by the float arrays of the first argument.
-        For it, `fn` returns a loss or (loss, auxiliary values).
       options: options of the choice.
 
     Raises:

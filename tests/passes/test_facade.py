@@ -203,14 +203,6 @@ def test_the_step_of_a_budget_takes_the_arguments_of_the_function():
     assert passes.remat(lambda w, x: jnp.sum(w) * x, budget="1GiB", step=step)(W, 2.0) == 2 * W.sum()
 
 
-def test_a_budget_takes_a_loss_with_auxiliary_values():
-    fitted = passes.remat(lambda w, x: (jnp.sum(w) * x, {"scale": x, "name": None}), budget="1GiB")
-    (value, aux), grad = jax.jit(jax.value_and_grad(fitted, has_aux=True))(W, 2.0)
-    np.testing.assert_allclose(value, 2 * W.sum(), rtol=1e-5)  # another order of sums
-    assert aux == {"scale": 2.0, "name": None}
-    assert (grad == 2).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_pass_takes_an_equinox_module(name):
