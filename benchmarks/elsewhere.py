@@ -6,12 +6,14 @@ Each case takes the model and the loss of a package as they are, and skips packa
 google-tunix need Python 3.12. `pip install --no-deps maxtext==0.2.5` and the packages that its import asks for are
 enough. Temporaries are XLA's allocation for the loss and its gradients on one CPU device, at the same batch. FLOPs are
 of the products in the trace, since XLA's cost analysis counts the body of a loop once. The first difference is of the
-loss. The second is of all gradients, by the norm of the difference. Both are relative.
+loss. The second is of all gradients, by the norm of the difference. Both are relative. The last rows have whole steps:
+one that is written in Optax, and `training_program` with all passes. Their second difference is of all updates.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import pathlib
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from hlat_jax.passes.products import live_jaxpr, total_flops
 B, T, V, D = 4, 256, 32768, 128
 LIMIT = "16MiB"
 SHARE = 0.6  # of plain's temporaries, for the budget
+OPTIMIZER = optax.adamw(1e-3)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, V, (B, T + 1)), jnp.int32)
 
 
@@ -42,6 +45,7 @@ class Case(NamedTuple):
       mesh: the mesh that it needs.
       theirs: the same loss by the package's own tiling of the vocabulary, if it has one.
       grad: the package's function to the value and gradients.
+      split: function from the first argument to its parameters, and to a function that puts them back.
       rules: functions with a derivative rule that is the derivative of their body.
     """
 
@@ -50,7 +54,13 @@ class Case(NamedTuple):
     mesh: Any = None
     theirs: Callable | None = None
     grad: Callable = jax.value_and_grad
+    split: Callable = lambda params: (params, lambda new: new)
     rules: tuple[str, ...] = ()
+
+
+def _split(model: nnx.Module) -> tuple[Any, Callable]:
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return params, lambda new: nnx.merge(graph, new, rest, copy=True)
 
 
 def optax_loop() -> Case:
@@ -82,7 +92,7 @@ def _nnx_loss(model, tokens):
 
 def flax_nnx() -> Case:
     """Returns the loss of a Flax NNX model."""
-    return Case(_nnx_loss, (_Model(nnx.Rngs(0)), TOKENS), grad=nnx.value_and_grad)
+    return Case(_nnx_loss, (_Model(nnx.Rngs(0)), TOKENS), grad=nnx.value_and_grad, split=_split)
 
 
 class _Block(linen.Module):
@@ -143,7 +153,7 @@ def flax_mnist() -> Case:
     def loss(model, images, labels):
         return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
-    return Case(loss, (_Images(nnx.Rngs(0)), images, jnp.arange(128 * B) % 10), grad=nnx.value_and_grad)
+    return Case(loss, (_Images(nnx.Rngs(0)), images, jnp.arange(128 * B) % 10), grad=nnx.value_and_grad, split=_split)
 
 
 def equinox() -> Case:
@@ -164,7 +174,11 @@ def equinox() -> Case:
         logits = jax.vmap(jax.vmap(model))(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    return Case(loss, (model, TOKENS), grad=eqx.filter_value_and_grad)
+    def split(model):
+        params, rest = eqx.partition(model, eqx.is_inexact_array)
+        return params, lambda new: eqx.combine(new, rest)
+
+    return Case(loss, (model, TOKENS), grad=eqx.filter_value_and_grad, split=split)
 
 
 def qwix() -> Case:
@@ -173,7 +187,7 @@ def qwix() -> Case:
 
     rules = [library.QtRule(module_path="up|down", weight_qtype="int8", act_qtype="int8")]
     model = library.quantize_model(_Model(nnx.Rngs(0)), library.QtProvider(rules), TOKENS[:, :-1])
-    return Case(_nnx_loss, (model, TOKENS), grad=nnx.value_and_grad)
+    return Case(_nnx_loss, (model, TOKENS), grad=nnx.value_and_grad, split=_split)
 
 
 def tunix() -> Case:
@@ -187,7 +201,7 @@ def tunix() -> Case:
     args = tokens, jnp.ones((B, T), bool), jnp.tile(jnp.arange(T), (B, 1)), jnp.tile(is_earlier, (B, 1, 1))
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     model = llama.Llama3(config, rngs=nnx.Rngs(0))
-    return Case(peft_trainer._default_loss_fn, (model, *args), mesh, grad=nnx.value_and_grad)
+    return Case(peft_trainer._default_loss_fn, (model, *args), mesh, grad=nnx.value_and_grad, split=_split)
 
 
 def maxtext() -> Case:
@@ -227,7 +241,7 @@ PACKAGES = {
 
 
 class Measured(NamedTuple):
-    """The program of a loss and its gradients: what it returns, bytes of temporaries, FLOPs of products."""
+    """A compiled program: the loss, its gradients or updates, bytes of temporaries, FLOPs of products."""
 
     loss: float
     grads: list[np.ndarray]
@@ -260,13 +274,64 @@ def measured(case: Case, loss: Callable) -> Measured:
         value, grads = own(*jax.tree.unflatten(tree, leaves))
         return value, [leaf for leaf in jax.tree.leaves(grads) if hasattr(leaf, "dtype")]
 
-    with jax.set_mesh(case.mesh or jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+    with _mesh(case):
         traced = jax.jit(flat).trace(*(arrays[at] for at in places))
         compiled = traced.lower().compile()
         value, grads = compiled(*(arrays[at] for at in places))
-    floats = [np.asarray(grad, np.float64) for grad in grads if jnp.issubdtype(grad.dtype, jnp.inexact)]
+    return _figures(traced, compiled, value, _floats(grads))
+
+
+def _mesh(case: Case) -> Any:
+    return jax.set_mesh(case.mesh or jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)))
+
+
+def _floats(arrays: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _figures(traced: Any, compiled: Any, loss: Any, grads: list[np.ndarray]) -> Measured:
     num_bytes = compiled.memory_analysis().temp_size_in_bytes
-    return Measured(float(value), floats, num_bytes, total_flops(live_jaxpr(traced)))
+    return Measured(float(loss), grads, num_bytes, total_flops(live_jaxpr(traced)))
+
+
+def measured_step(case: Case, step: Any, state: dict[str, Any]) -> Measured:
+    """Returns the figures of a jitted step, (state, batch) -> (state, loss or metrics), with updates as gradients."""
+    with _mesh(case):
+        traced = step.trace(state, case.args[1:])
+        compiled, before = traced.lower().compile(), _floats(state["params"])
+        state, metrics = compiled(state, case.args[1:])
+    updates = list(map(np.subtract, _floats(state["params"]), before))
+    return _figures(traced, compiled, getattr(metrics, "loss", metrics), updates)
+
+
+def step_by_hand(case: Case) -> Measured:
+    """Returns the figures of a step that is written in Optax."""
+    params, merge = case.split(case.args[0])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: dict[str, Any], batch: tuple) -> tuple[dict[str, Any], jax.Array]:
+        value, grads = jax.value_and_grad(lambda params: case.loss(merge(params), *batch))(state["params"])
+        updates, opt_state = OPTIMIZER.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+    return measured_step(case, step, {"params": jax.tree.map(jnp.copy, params), "opt_state": OPTIMIZER.init(params)})
+
+
+def program(case: Case, by_hand: Measured, *, autocast: str | None) -> Measured:
+    """Returns the figures of the step of `training_program`, within a share of the temporaries of `by_hand`."""
+    params, merge = case.split(case.args[0])
+
+    def loss(params: Any, batch: tuple) -> jax.Array:
+        return case.loss(merge(params), *batch)
+
+    given: dict[str, Any] = {"autocast": autocast, "chunk": LIMIT}
+    if case.rules:  # these are for a decorator only, and casts come before chunks
+        loss = passes.chunk(passes.autocast(loss) if autocast else loss, max_bytes=LIMIT, rules=case.rules)
+        given = {}
+    given |= {"residuals": True, "memory_budget": int(SHARE * by_hand.num_bytes)}
+    with _mesh(case):
+        made = passes.training_program(loss, OPTIMIZER, **given, params=params, batch=case.args[1:])
+    return measured_step(case, made.step, made.init(params))
 
 
 def variants(case: Case, plain: Measured) -> dict[str, Callable]:
@@ -297,19 +362,31 @@ def main() -> None:
             print(f"{name:34} not run: {error}", flush=True)
             continue
         plain = measured(case, case.loss)
-        print(f"{title:34} {'':26} {plain.num_bytes / 2**20:8.1f} MiB       {plain.flops / 1e9:7.2f}", flush=True)
+        print(_row(title, "", plain), flush=True)
         for variant, loss in variants(case, plain).items():
-            try:
-                ours = measured(case, loss)
-            except passes.BudgetNotMet as error:
-                print(f"{'':34} {variant:26} refused: {error}", flush=True)
-                continue
-            of_loss, of_grads = ours.difference(plain)
-            print(
-                f"{'':34} {variant:26} {ours.num_bytes / 2**20:8.1f} MiB {ours.num_bytes / plain.num_bytes:5.2f} "
-                f"{ours.flops / 1e9:7.2f} {ours.flops / plain.flops:5.2f} {of_loss:7.0e} {of_grads:8.0e}",
-                flush=True,
-            )
+            _print(variant, plain, functools.partial(measured, case, loss))
+        by_hand = step_by_hand(case)
+        print(_row("", "step with AdamW, by hand", by_hand), flush=True)
+        _print("program", by_hand, functools.partial(program, case, by_hand, autocast=None))
+        _print("program, autocast", by_hand, functools.partial(program, case, by_hand, autocast="bf16"))
+
+
+def _row(title: str, variant: str, ours: Measured, plain: Measured | None = None) -> str:
+    figures = ours.num_bytes / 2**20, ours.flops / 1e9
+    if plain is None:
+        return f"{title:34} {variant:26} {figures[0]:8.1f} MiB       {figures[1]:7.2f}"
+    of_loss, of_grads = ours.difference(plain)
+    return (
+        f"{title:34} {variant:26} {figures[0]:8.1f} MiB {ours.num_bytes / plain.num_bytes:5.2f} "
+        f"{figures[1]:7.2f} {ours.flops / plain.flops:5.2f} {of_loss:7.0e} {of_grads:8.0e}"
+    )
+
+
+def _print(variant: str, plain: Measured, run: Callable[[], Measured]) -> None:
+    try:
+        print(_row("", variant, run(), plain), flush=True)
+    except passes.BudgetNotMet as error:
+        print(f"{'':34} {variant:26} refused: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 and in one folder, or checked without running it where it takes a cluster, the network, or too long: `CHECKED` has
 those, each with the reason. So is every `python ...` that stands in a sentence.
 
-Blocks after the words *Not yet run* are read by bash and not run.
+Blocks after the words *Not yet run* are read by bash and not run. Python blocks after the words *Needs `package`* are
+run apart from the others, and only if the package is installed.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from hlat_jax.config import SECTIONS
 from tools import command_reference, config_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/passes").glob("*.md"))]
 LINKED = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "notebooks" / "README.md"]
 NOT_RUN = "*not yet run*"
 _TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
@@ -155,15 +156,28 @@ def test_commands_of_a_page_run(command, folder):
     assert "Traceback" not in done.stderr
 
 
+def python_examples():
+    """Returns a case for each page, and one for each package that examples need, with the blocks that they continue."""
+    found: dict = {}
+    for page in PAGES:
+        plain = found[page.name, ""] = []
+        examples = re.findall(r"(?:\*Needs `(\w+)`[^\n]*\n\n)?```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for package, code in examples:
+            found.setdefault((page.name, package), plain.copy()).append(code)
+    return [pytest.param(*key, codes, id=":".join(filter(None, key))) for key, codes in found.items()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize(("page", "package", "codes"), python_examples())
 @pytest.mark.xdist_group("commands")
-def test_python_examples_of_a_page_run(page, folder, monkeypatch, capsys):
+def test_python_examples_of_a_page_run(page, package, codes, folder, monkeypatch, capsys):
+    if package:
+        pytest.importorskip(package)
     monkeypatch.chdir(folder)
     names: dict = {}  # the blocks of a page may continue one another
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(code, page.name, "exec"), names)
-    if page.name == "passes.md":
+    for code in codes:
+        exec(compile(code, page, "exec"), names)
+    if page == "passes.md":
         lines = capsys.readouterr().out.splitlines()
         # log 4, and 2 of 6 that count
         assert any(re.match(r"1\.386.*'accuracy': Array\(0\.333", line) for line in lines)
