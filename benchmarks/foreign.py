@@ -4,13 +4,15 @@
     python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
     python benchmarks/foreign.py budget [--share=0.6]              # remat_pass.fit at a share of what a step takes
     python benchmarks/foreign.py chunk [--max_bytes=64KiB]         # intermediates in chunks, and the bytes of a step
+    python benchmarks/foreign.py choice [--models=loop,scan] [--share=0.6]   # CPU-seconds of a program under a budget
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
 are counted in the trace; with `--xla` the bytes are those that XLA allocates for the results of the forward pass; with
 `--compile` gradients are compared with those of fp32 in norm: under autocast, with selection, and in fp32 from weights
 and batch that were rounded to bf16 once. All FLOPs are those of XLA's cost analysis of the program before it is
 optimized, which counts the body of a loop once. A step's bytes are XLA's temporaries on CPU, with the scheduler that
-minimizes memory, as on accelerators.
+minimizes memory, as on accelerators. `choice` is a transformer of width 64 with 12 blocks in a Python loop or 24 in a
+scan, under all passes and a share of the temporaries of its plain fp32 gradients.
 """
 
 import argparse
@@ -20,6 +22,8 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
+import optax
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "passes"))
 
@@ -31,6 +35,7 @@ from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes import remat_pass
 from hlat_jax.passes.autocast_pass import autocast
 from hlat_jax.passes.chunk_pass import chunk
+from hlat_jax.passes.compile import training_program
 from hlat_jax.passes.residuals import select_residuals
 
 ALL = MODELS | UNCHANGED
@@ -143,9 +148,68 @@ def in_chunks(name, *, small, max_bytes):
     )
 
 
+def transformer(kind):
+    """Returns the loss, parameters and batch of 12 blocks in a Python loop, or of 24 in a scan."""
+    num_blocks, width, rows, length, heads = {"loop": 12, "scan": 24}[kind], 64, 4, 64, 4
+
+    def norm(x, scale):
+        centered = x - x.mean(-1, keepdims=True)
+        return scale * centered * jax.lax.rsqrt((centered**2).mean(-1, keepdims=True) + 1e-5)
+
+    def block(x, p):
+        h = norm(x, p["g1"])
+        q, k, v = ((h @ p[name]).reshape(rows, length, heads, -1) for name in "qkv")
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / (width // heads) ** 0.5
+        shares = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9))
+        x = x + jnp.einsum("bhts,bshd->bthd", shares, v).reshape(rows, length, width) @ p["o"]
+        return x + jax.nn.gelu(norm(x, p["g2"]) @ p["up"]) @ p["down"], None
+
+    def loss(params, batch):
+        x = params["embed"][batch["x"]]
+        if kind == "scan":
+            x, _ = jax.lax.scan(block, x, params["blocks"])
+        for p in params["blocks"] if kind == "loop" else ():
+            x, _ = block(x, p)
+        logits = x @ params["embed"].T
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    shapes = dict.fromkeys("qkvo", (width, width)) | {"up": (width, 4 * width), "down": (4 * width, width)}
+    stacked = (num_blocks,) if kind == "scan" else ()
+    one = {name: jnp.full((*stacked, *shape), 0.1) for name, shape in shapes.items()}
+    one |= {name: jnp.ones((*stacked, width)) for name in ("g1", "g2")}
+    params = {"embed": jnp.full((256, width), 0.1), "blocks": one if stacked else [one] * num_blocks}
+    return loss, params, {name: jnp.ones((rows, length), jnp.int32) for name in "xy"}
+
+
+def choice(kind, *, share):
+    """Prints the CPU-seconds of a training program under all passes and a budget, and of its first step."""
+    loss, params, batch = transformer(kind)
+    plain = remat_pass.temporaries(jax.jit(jax.value_and_grad(loss)).trace(params, batch))
+    passes = {"autocast": "bf16", "kernels": True, "chunk": "64KiB", "residuals": True}
+    shapes = {"params": params, "batch": batch, "memory_budget": int(share * plain)}
+    began = time.process_time()
+    try:
+        program = training_program(loss, optax.adam(1e-3), **passes, **shapes)
+    except remat_pass.BudgetNotMet:
+        spent = time.process_time() - began
+        print_row(kind, format_bytes(plain), f"not met of {share:.0%}", "", "", f"{spent:.1f}", "")
+        return
+    chosen = time.process_time()
+    jax.block_until_ready(program.step(program.init(params), batch))
+    print_row(
+        kind,
+        format_bytes(plain),
+        f"{program.plan.measured_bytes / plain:.0%} of {share:.0%}",
+        f"{program.plan.recompute_share:+.1%}",
+        program.plan.compilations,
+        f"{chosen - began:.1f}",
+        f"{time.process_time() - chosen:.1f}",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("residuals", "steps", "budget", "chunk"))
+    parser.add_argument("table", choices=("residuals", "steps", "budget", "chunk", "choice"))
     parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--xla", action="store_true", help="bytes that XLA allocates")
@@ -154,10 +218,11 @@ def main() -> None:
     parser.add_argument("--max_bytes", default="1MiB", help="of `chunk`")
     parser.add_argument("--pairs", type=int, default=7, help="alternating steps of each model")
     args = parser.parse_args()
-    names = args.models.split(",") if args.models else list(ALL)
-    unknown = sorted({*names} - {*ALL})
+    known = ["loop", "scan"] if args.table == "choice" else list(ALL)
+    names = args.models.split(",") if args.models else known
+    unknown = sorted({*names} - {*known})
     if unknown:
-        parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
+        parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(known)}")
     if args.table == "residuals":
         distances = ("autocast apart", "selection apart", "rounded apart") if args.compile else ()
         columns = "autocast", "both", "products", "all FLOPs", "step temporaries, MiB", "both", "s"
@@ -173,6 +238,10 @@ def main() -> None:
         print_head("model", "fp32 step", "fit", "products", "regions", "s (programs)")
         for name in names:
             budget(name, small=args.small, share=args.share)
+    elif args.table == "choice":
+        print_head("model", "fp32 gradients", "met", "products", "programs", "choice, CPU-s", "first step, CPU-s")
+        for name in names:
+            choice(name, share=args.share)
     else:
         print_head("model", "in chunks", "apart", "fp32 step, MiB", "in chunks, MiB", "s")
         for name in names:

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import autocast_pass, chunk_pass, kernels_pass, remat_pass
 from hlat_jax.passes.autocast_pass import CastPolicy
 from hlat_jax.passes.facade import table
+from hlat_jax.passes.jaxpr import variables
 from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate_step
 from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr
@@ -324,6 +326,35 @@ def _apply_passes(stages: Sequence[Stage], passes: Sequence[Pass]) -> list[Stage
     return stages
 
 
+class _MeasuredStep:
+    """The program that a memory budget measured, as the step: a call with or without a rate traces nothing again.
+
+    The trace has a learning rate in fp32. A call without a rate gets one if the program ignores it.
+    """
+
+    def __init__(self, program: Any, arguments: tuple[Any, Any, Any]):
+        live = live_jaxpr(program.trace(*arguments))  # traced before
+        self._program, rate = program, live.invars[-1]
+        self._reads_rate = any(rate in variables(each.invars) for each in live.eqns) or rate in live.outvars
+
+    def _arguments(self, state: State, batch: Any, learning_rate: Any = None) -> tuple[Any, ...]:
+        if learning_rate is None:
+            return (state, batch) if self._reads_rate else (state, batch, np.float32(0))
+        return state, batch, np.float32(learning_rate) if isinstance(learning_rate, int | float) else learning_rate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[State, Any]:
+        return self._program(*self._arguments(*args, **kwargs))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.trace(*self._arguments(*args, **kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.lower(*self._arguments(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:  # the rest of a jitted function
+        return getattr(self._program, name)
+
+
 def _within_budget(
     stages: Sequence[Stage],
     after: Sequence[Pass],
@@ -344,7 +375,8 @@ def _within_budget(
     )
     changes = [Pass(name, transform, _own_report) for name, transform in plan.passes.items()]
     stages = _apply_passes(stages, [*changes, *after])
-    plan = dataclasses.replace(plan, changes=())  # the rows of these passes have them
+    # the rows of these passes have the changes
+    plan = dataclasses.replace(plan, changes=(), program=_MeasuredStep(plan.program, arguments))
     step = stages[-1].step.with_loss(plan.fn)
     vars(step)["step"] = plan.program  # in place of the cached property: its trace took seconds
     return TrainingProgram([*stages, Stage("remat", step, lambda: str(plan.report()))], plan, arguments)

@@ -14,8 +14,10 @@ Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,9 +50,28 @@ from hlat_jax.passes.remat_search import total_bytes as total_bytes
 from hlat_jax.passes.scan_segments import nest_scans
 
 _DEFAULT = RematOptions()
+# A program is not compiled for a changed function if its predicted bytes are this many times the budget. A prediction
+# was 1.7 times what XLA allocated, which fuses much of what an estimate counts.
+_FAR = 3
 _CHUNK_DIVISORS = (32, 8, 3)  # of the budget: chunks of the first size that changes anything are tried
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pauses Python's garbage collection, which took a tenth of the time of a search.
+
+    It goes through all objects again and again, and the millions of a trace live until the search ends.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_collections()
 def fit(
     fn: Callable,
     *args: Any,
@@ -88,15 +109,21 @@ def fit(
             f"cannot be checkpointed because of {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
         )
     tried: list[_Form] = []
+    far: list[_Form] = []
     for form, policies in _forms(own, budget):
+        if form.changing and form.predicted(own) > _FAR * budget:
+            far.append(form)
+            continue
         tried.append(form)
         try:
+            if form.changing:
+                form.check_not_far(budget, own)
             plan = form.plan(budget, policies=policies)
             break
         except NoChoiceFits as error:
             refused = error
     else:
-        raise BudgetNotMet(f"{refused}{_other_figures(tried)}. {_advice(tried)}")
+        raise BudgetNotMet(f"{refused}{_other_figures(own, tried, far)}. {_advice(own, [*tried, *far])}")
     plan = dataclasses.replace(
         plan,
         plain=own.trial("", None)[:2],
@@ -131,11 +158,15 @@ class _Form:
         self.measured: list[int] = []
         self.programs: dict[Any, Any] = {}  # (region, choice) -> the jitted program
         self._calls: dict[Any, Any] | None = {}  # passes take seconds: each call of `fn` is traced once
+        self._ends_at_call = False
         self.trial: Any = Trials(self._traced, self._measured)
 
     def is_changed(self) -> bool:
         """Returns whether each of the changing passes finds something to change, and leaves the region asked for."""
-        self.trial.traced("", None)
+        self._ends_at_call = True  # the rest of the program takes longer to trace than `fn`
+        with contextlib.suppress(_Called):
+            self.trial.traced("", None)
+        self._ends_at_call = False
         region, served = self.options.region, naming.regions(self.jaxprs[-1]) if self.jaxprs else []
         return (region in ("auto", "whole", *served)) and all(fn.report().replacements for fn in self.changed)
 
@@ -143,6 +174,21 @@ class _Form:
         """Returns a line for each change."""
         lines = [line for fn in self.changed for line in str(fn.report()).splitlines()]
         return tuple(line for line in lines if not line.startswith("not replaced"))
+
+    def predicted(self, own: _Form) -> int:
+        """Returns the estimate, corrected by what the compiler allocates for the unchanged function `own`."""
+        return self.estimate() * min(own.measured) // max(own.estimate(), 1)
+
+    def check_not_far(self, budget: int, own: _Form) -> None:
+        """Raises NoChoiceFits if keeping everything is predicted to take far too much, and keeping nothing exceeds it.
+
+        Only the program that keeps nothing is compiled for it.
+        """
+        allocated = own.trial("", None).num_bytes / max(own.trial.estimate("", None), 1)
+        if self.trial.estimate("", None) * allocated > _FAR * budget:
+            region = narrowest_region(self.trial, self.regions(), budget)
+            if (held := self.trial(region, RematChoice()).num_bytes) > budget:
+                raise NoChoiceFits(f"{held:,} bytes with nothing kept")
 
     def estimate(self) -> int:
         """Returns the estimated bytes with nothing kept, in the region with the fewest."""
@@ -197,6 +243,8 @@ class _Form:
                 self._calls[key] = closed, tree, rule_with_tracer(closed.jaxpr)
             closed, tree, rule = self._calls[key]
             self.jaxprs.append(closed.jaxpr)
+            if self._ends_at_call:
+                raise _Called
             if rule is not None:  # it cannot run from a jaxpr
                 return fn(*args, **kwargs)
             return jax.tree.unflatten(tree, core.jaxpr_as_fun(closed)(*filter(is_array, leaves)))
@@ -209,6 +257,10 @@ class _Form:
     def _measured(self, traced: Any) -> int:
         self.measured.append(self.options.measure(traced))
         return self.measured[-1]
+
+
+class _Called(Exception):
+    """Ends a trace that is not needed after the call of the function."""
 
 
 def _applied(fn: Callable, change: Callable) -> Callable:
@@ -230,21 +282,18 @@ def _forms(own: _Form, budget: int) -> Iterator[tuple[_Form, Sequence[str]]]:
         yield nested, ()
     for divisor in _CHUNK_DIVISORS:
         in_chunks: dict[str, Callable] = {"chunk": functools.partial(chunk, max_bytes=max(4096, budget // divisor))}
-        unchecked = {"chunk": functools.partial(in_chunks["chunk"], check=False)}  # a check compiles what it compares
-        expected = dataclasses.replace(own, changing=unchecked)
-        if not expected.is_changed() or expected.estimate() >= ESTIMATE_ERROR * own.estimate():
-            continue
         chunked = dataclasses.replace(own, changing=in_chunks)
-        if chunked.is_changed():
-            yield chunked, ()
-            both = dataclasses.replace(own, changing=nest | in_chunks)
-            if has_scans and both.is_changed():
-                yield both, ()
-            break
+        if not chunked.is_changed() or chunked.estimate() >= ESTIMATE_ERROR * own.estimate():
+            continue
+        yield chunked, ()
+        both = dataclasses.replace(own, changing=nest | in_chunks)
+        if has_scans and both.is_changed():
+            yield both, ()
+        break
     yield own, STOCK_POLICIES
 
 
-def _other_figures(tried: Sequence[_Form]) -> str:
+def _other_figures(own: _Form, tried: Sequence[_Form], far: Sequence[_Form]) -> str:
     """Returns the fewest bytes of each changed form, as a part of a sentence."""
 
     def describe(name: str, change: Any) -> str:
@@ -252,16 +301,17 @@ def _other_figures(tried: Sequence[_Form]) -> str:
             return "long scans split in two"
         return f"intermediates above {format_bytes(change.keywords['max_bytes'])} in chunks"
 
-    return "".join(
-        f", {format_bytes(min(form.measured))} with {' and '.join(itertools.starmap(describe, form.changing.items()))}"
-        for form in tried
-        if form.changing
-    )
+    def with_changes(size: str, form: _Form) -> str:
+        return f", {size} with {' and '.join(itertools.starmap(describe, form.changing.items()))}"
+
+    measured = [with_changes(format_bytes(min(form.measured)), form) for form in tried if form.changing]
+    predicted = [with_changes(f"about {format_bytes(form.predicted(own))}", form) for form in far]
+    return "".join((*measured, *predicted))
 
 
-def _advice(tried: Sequence[_Form]) -> str:
+def _advice(own: _Form, tried: Sequence[_Form]) -> str:
     """Returns what else to try than what was tried."""
-    own, advice = tried[0], []
+    advice = []
     plain, *others = own.measured
     if min(others, default=plain) >= plain:
         advice.append("What is saved for the backward pass is not what takes the memory.")

@@ -403,10 +403,14 @@ def narrowest_region(trials: Trials, candidates: list[str], budget_bytes: int) -
     """Returns the region to search, which is the first candidate if it fits.
 
     Otherwise it is the one that takes the fewest bytes with nothing kept. A region is compiled only if its estimate is
-    not much larger than the estimate of the first.
+    within the budget, or not much larger than the fewest.
     """
     nothing = [(region, RematChoice()) for region in candidates]
-    if len(candidates) == 1 or trials(*nothing[0]).num_bytes <= budget_bytes:
+    if len(candidates) == 1:
+        return candidates[0]
+    if trials.estimate(*nothing[0]) > ESTIMATE_ERROR * budget_bytes:
+        nothing.sort(key=lambda program: trials.estimate(*program))
+    elif trials(*nothing[0]).num_bytes <= budget_bytes:
         return candidates[0]
     return min(_not_much_larger(trials, nothing), key=lambda program: trials(*program).num_bytes)[0]
 

@@ -301,6 +301,58 @@ def test_the_program_that_was_measured_is_the_step():
     assert calls
 
 
+def _descent_by(learning_rate=0.1):
+    def update(grads, state, params=None, *, learning_rate=learning_rate, **extra):
+        return jax.tree.map(lambda g: -learning_rate * g, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.fixture
+def compiled():
+    """Names of the functions that are compiled, in order."""
+    names = []
+
+    def on_event(event, _, **named):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(named["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), _descent_by()], ids=["ignores", "reads"])
+@pytest.mark.parametrize("budget", ["1GiB", "60KiB"])
+def test_a_step_with_or_without_a_rate_is_the_measured_program(optimizer, budget, compiled):
+    calls = []
+
+    def loss(params, batch):
+        calls.append(batch)
+        return jnp.mean(jnp.sin(jnp.tanh(batch["x"] @ params["w"]) @ params["w"].T))
+
+    shapes = {"params": {"w": jnp.ones((16, 64)) / 9}, "batch": {"x": jnp.ones((256, 16))}}
+    program = training_program(loss, optimizer, options={"memory_budget": budget}, **shapes)
+
+    def weights(*rate, **named):
+        return program.step(program.init(shapes["params"]), shapes["batch"], *rate, **named)[0]["params"]["w"]
+
+    del calls[:], compiled[:]
+    if optimizer.init({}):
+        first = weights()
+        np.testing.assert_array_equal(first, weights(0.5))
+    else:
+        first = weights(0.5)
+        assert not np.array_equal(first, weights(jnp.float32(0.1)))
+    np.testing.assert_array_equal(first, weights(jnp.float32(0.5)))
+    np.testing.assert_array_equal(first, weights(learning_rate=0.5))
+    assert not calls
+    assert compiled.count("jit(train_step)") == 1
+    if not optimizer.init({}):
+        np.testing.assert_allclose(weights(), weights(0.1), rtol=1e-6)  # without the rate it is another program
+        assert calls
+
+
 def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
     def loss(params, batch):
         return jnp.sort(jnp.sin(params["w"]).ravel())[7] * jnp.sum(batch["x"])

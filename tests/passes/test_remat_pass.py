@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import re
 
@@ -415,9 +416,23 @@ def test_a_scan_over_time_meets_a_budget_as_two_nested_scans():
 def test_a_refusal_has_each_change_that_was_tried_and_advises_no_scan_where_there_is_one():
     with pytest.raises(remat_pass.BudgetNotMet) as refused:
         remat_pass.fit(gru, *ARGUMENTS[gru], budget_bytes=4096, options=SMALL)
-    assert re.search(r", [\d.]+ KiB with long scans split in two\.", str(refused.value))
+    assert re.search(r", about [\d.]+ KiB with long scans split in two\.", str(refused.value))
     assert "passes.chunk finds nothing whose chunks would take fewer bytes." in str(refused.value)
     assert "lax.scan" not in str(refused.value)
+
+
+def test_changes_far_above_a_budget_are_not_compiled():
+    measured = []
+
+    def measure(traced):
+        assert not gc.isenabled()  # its collections would take a tenth of the time
+        measured.append(remat_pass.temporaries(traced))
+        return measured[-1]
+
+    with pytest.raises(remat_pass.BudgetNotMet, match="about"):
+        remat_pass.fit(gru, *ARGUMENTS[gru], budget_bytes=4096, options=dataclasses.replace(SMALL, measure=measure))
+    assert len(measured) == 2  # with everything and with nothing kept
+    assert gc.isenabled()
 
 
 def test_a_budget_far_below_every_estimate_is_refused_after_two_programs():
