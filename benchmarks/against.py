@@ -243,15 +243,16 @@ def times(programs, params, batch, contenders, *, rounds):
         steps |= {name: functools.partial(fn, as_torch(batch)) for name, fn in contenders.items()}
     is_cpu = jax.default_backend() == "cpu"
     clock, spent, first = (time.process_time if is_cpu else time.perf_counter), {name: [] for name in steps}, None
-    for number in range(rounds):
+    for number in range(rounds + 1):
         for name, step in steps.items():
             began = clock()
             found = step()
             value = found[0].item()  # waits
             if name not in contenders:
                 jax.block_until_ready(found)
-            spent[name].append(clock() - began)
-            if number == 0:
+            if number:
+                spent[name].append(clock() - began)
+            else:  # the first calls allocate and compile
                 leaves = [
                     np.asarray(leaf if name not in contenders else leaf.cpu()) for leaf in jax.tree.leaves(found[1])
                 ]
@@ -330,11 +331,18 @@ def compare(name, *, is_run=False, rounds=3):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[*MODELS, "unet"], metavar="MODEL")
+    parser.add_argument(
+        "models", nargs="*", default=[*MODELS, "unet"], metavar="MODEL", help=", ".join(MODELS) + ", unet"
+    )
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    unknown = sorted({*args.models} - {*MODELS, "unet"})
+    if unknown:
+        parser.error(f"MODEL: {', '.join(unknown)}: there are {', '.join(MODELS)}, unet")
+    if args.layers is not None and args.layers < 1:
+        parser.error(f"--layers: {args.layers}: at least 1")
     if args.layers:
         MODELS.update({name: (args.layers, *sizes[1:]) for name, sizes in MODELS.items()})
     for name in args.models:

@@ -16,6 +16,7 @@ import argparse
 import functools
 import importlib.metadata
 import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -214,7 +215,12 @@ def maxtext() -> Case:
     base = str(pathlib.Path(library.__file__).parent / "configs/base.yml")
     sizes = {"base_emb_dim": D, "base_mlp_dim": 352, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 32}
     sizes |= {"base_num_decoder_layers": 2, "vocab_size": V, "per_device_batch_size": B, "max_target_length": T}
-    run = {"run_name": "elsewhere", "enable_checkpointing": False, "base_output_directory": "/tmp", "hardware": "cpu"}
+    run = {
+        "run_name": "elsewhere",
+        "enable_checkpointing": False,
+        "base_output_directory": tempfile.gettempdir(),
+        "hardware": "cpu",
+    }
     run |= {"skip_jax_distributed_system": True, "dataset_type": "synthetic", "enable_dropout": False}
     numerics = {"dtype": "float32", "attention": "dot_product", "remat_policy": "minimal"}
 
@@ -351,8 +357,10 @@ def variants(case: Case, plain: Measured) -> dict[str, Callable]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help=f"of {', '.join(CASES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     names = parser.parse_args().names
+    if unknown := sorted({*names} - {*CASES}):
+        parser.error(f"NAME: {', '.join(unknown)}: there are {', '.join(CASES)}")
     print(f"{'case':34} {'pass':26} {'temporaries':>12}       {'GFLOP':>7}       {'loss':>7} {'gradient':>8}")
     for name in names or CASES:
         package = PACKAGES.get(name, name)

@@ -311,8 +311,19 @@ def _loss_and_grads(loss: Callable) -> Callable:
             chosen = dict(zip(floats, given, strict=True))
             own = jax.tree.unflatten(tree, [chosen.get(at, leaf) for at, leaf in enumerate(leaves)])
             result = loss(own, *args, **kwargs)
-            return result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            value, aux = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, None)
+            if not is_array(value) or jnp.shape(value) or not is_inexact(value):
+                raise ValueError(
+                    f"remat: {function_name(loss)} returns neither a loss nor (loss, auxiliary values). Give step= the "
+                    "program that must fit."
+                )
+            return value, aux
 
+        if not floats:
+            raise ValueError(
+                f"remat: the first argument of {function_name(loss)} has no float arrays. Put the parameters first, or "
+                "give step= the program that must fit."
+            )
         return jax.value_and_grad(of_floats, has_aux=True)([leaves[at] for at in floats])
 
     return program
@@ -339,7 +350,7 @@ def remat(fn: Any = None, *, budget: int | str, step: _Step = _loss_and_grads, o
       budget: "12GiB" or bytes, on one device.
       step: function from `fn` to the program that must fit. It takes the arguments of `fn`, with keyword arguments in
         a dict at the end. The default program is the loss and its gradients by the float arrays of the first argument.
-        `fn` may return a pair of the loss and auxiliary values.
+        `fn` may return a pair: the loss, and auxiliary values whose gradients do not count.
       options: options of the choice.
 
     Raises:

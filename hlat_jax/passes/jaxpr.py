@@ -241,6 +241,7 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(all_leaves)])
         outs, tree = jax.tree.flatten(fn(*args, **kwargs))
         trees.append(tree)
+        list(map(jax.typeof, outs))  # names a result that is no array, which `make_jaxpr` does not
         return outs
 
     closed = jax.make_jaxpr(flat)(*leaves)

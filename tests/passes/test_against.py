@@ -19,6 +19,8 @@ def test_programs_of_jax_and_pytorch_compute_the_same_loss(monkeypatch, capsys):
     plain = table["plain"]
     for row, (num_bytes, flops, batch) in table.items():
         assert num_bytes <= 1.01 * plain[0], row
+        if row in ("chunk and residuals", "passes.remat"):
+            assert num_bytes < 0.95 * plain[0], row
         assert batch >= SMALL[6] - 1, row
         assert 1 <= flops / plain[1] < 1.4, row  # a forward pass is a third of the work
 

@@ -44,5 +44,7 @@ def test_a_program_updates_models_of_other_packages_as_optax_does(case, monkeypa
     ours = elsewhere.program(case, by_hand, autocast=None)
     of_loss, of_updates = ours.difference(by_hand)
     assert of_loss < 1e-6  # another order of fp32 sums
-    assert of_updates < 1e-3  # Adam divides by the size of a gradient, so the least gradients count as much
+    assert (
+        of_updates < 1e-3
+    )  # 3e-5 at the sizes of the page. Adam divides by the size of a gradient, so the least gradients count as much
     assert ours.num_bytes <= elsewhere.SHARE * by_hand.num_bytes

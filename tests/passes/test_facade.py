@@ -203,6 +203,16 @@ def test_updates_of_a_module_have_no_gradients_in_a_report():
     assert plain.split()[1] == "4"  # two of the values, and of the sum the gradients by both operands
 
 
+def test_a_budget_for_another_program_than_a_loss_asks_for_it():
+    with pytest.raises(ValueError, match=r"no float arrays\. Put the parameters first"):
+        passes.remat(lambda y, w: jnp.sum(w), budget="1GiB")(Y, W)
+    with pytest.raises(ValueError, match=r"neither a loss nor \(loss, auxiliary values\). Give step="):
+        passes.remat(lambda w: (w, w, w), budget="1GiB")(W)
+    assert passes.remat(lambda w: [jnp.sum(w), w], budget="1GiB")(W)[0] == jnp.sum(W)
+    with pytest.raises(TypeError, match=r"'a name'.*not a valid JAX type"):
+        passes.chunk(lambda w: (jnp.sum(w), "a name"))(W)
+
+
 def test_a_budget_keeps_no_argument_alive():
     fitted = passes.remat(lambda w: jnp.sum(jnp.sin(w)), budget="1GiB")
     weights = jnp.ones(3)

@@ -34,8 +34,11 @@ NARROW = 2e-2  # of a program with bf16 inside, whose cotangents are rounded bef
 MOST, MOST_CAST, LEAST_BYTES = 1.1, 2.0, 4096
 ROUNDINGS = 30  # of the inputs, if a program magnifies one
 TRAINED = 40  # every so many programs are trained, which compiles six
-# seed -> bytes: XLA keeps two arrays of plain in the buffer of a gradient
-MORE_BYTES = {1380: 12_560}
+# seed -> bytes: plain takes 32, and `select_residuals` 12,560 with jaxlib 0.10.0. XLA writes two arrays of plain, of
+# 6 KiB each, into the buffer of a gradient.
+MORE_BYTES = {1380: 14_000}
+# Even in fp32, `chunk` has other gradients of gradients than plain here, as docs/passes.md says. In float64 they agree.
+ILL_CONDITIONED = {121, 373, 379}
 
 
 @jax.custom_vjp
@@ -499,20 +502,25 @@ def faults(seed):
 def rounding(random, plain, name):
     """Returns kind -> a difference that is rounding, for a program that magnifies it, as a saturated softmax does.
 
-    A pass is right if it is equal in float64. Autocast is if bf16 inputs move plain as far. If the other passes magnify
-    roundings in fp32, as `chunk` does for gradients of gradients, bf16 shows nothing, and they must be right.
+    A pass is right if it is equal in float64. Autocast is if bf16 inputs, or the other passes, move plain as far.
     """
-    if "autocast" not in name:
+    if "autocast" not in name or random.seed in ILL_CONDITIONED:
         with jax.enable_x64(True):
             wide = random.in_float64()
-            exact, ours = Program(wide, wide), Program(dict(passed(wide, plain, is_cast=False))[name], wide)
+            exact = Program(wide, wide)
+            name = name.replace("autocast and all", "all")
+            fns = dict(passed(wide, exact, is_cast=False))
+            if name not in fns:  # the budget of this width is refused
+                return dict.fromkeys(plain.results, 0.0)
+            ours = Program(fns[name], wide)
             apart = {kind: difference(ours.results[kind], wanted) for kind, wanted in exact.results.items()}
         return {kind: np.inf if found <= FP32**2 else 0.0 for kind, found in apart.items()}
     others = Program(dict(passed(random, plain, is_cast=False))["all"], random)
-    found = {kind: difference(others.results[kind], wanted) for kind, wanted in plain.results.items()}
-    exact = rounding(random, plain, "all") if max(found.values()) > FP32 else {}
     moved = plain.noise(2.0**-9)
-    return {kind: exact[kind] if far > FP32 else ROUNDINGS * moved[kind] for kind, far in found.items()}
+    return {
+        kind: max(ROUNDINGS * moved[kind], 2 * difference(others.results[kind], wanted))
+        for kind, wanted in plain.results.items()
+    }
 
 
 def training_faults(random):
