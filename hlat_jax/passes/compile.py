@@ -337,21 +337,13 @@ class _MeasuredStep:
         self._program, rate = program, live.invars[-1]
         self._reads_rate = any(rate in variables(each.invars) for each in live.eqns) or rate in live.outvars
 
-    def _arguments(self, state: State, batch: Any, learning_rate: Any = None) -> tuple[Any, ...]:
+    def __call__(self, state: State, batch: Any, learning_rate: Any = None) -> tuple[State, Any]:
         if learning_rate is None:
-            return (state, batch) if self._reads_rate else (state, batch, np.float32(0))
-        return state, batch, np.float32(learning_rate) if isinstance(learning_rate, int | float) else learning_rate
+            return self._program(state, batch) if self._reads_rate else self._program(state, batch, np.float32(0))
+        is_number = isinstance(learning_rate, int | float)
+        return self._program(state, batch, np.float32(learning_rate) if is_number else learning_rate)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[State, Any]:
-        return self._program(*self._arguments(*args, **kwargs))
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program.trace(*self._arguments(*args, **kwargs))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program.lower(*self._arguments(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:  # the rest of a jitted function
+    def __getattr__(self, name: str) -> Any:  # `lower` and the rest of a jitted function, for the arguments as given
         return getattr(self._program, name)
 
 

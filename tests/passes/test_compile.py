@@ -351,6 +351,9 @@ def test_a_step_with_or_without_a_rate_is_the_measured_program(optimizer, budget
     if not optimizer.init({}):
         np.testing.assert_allclose(weights(), weights(0.1), rtol=1e-6)  # without the rate it is another program
         assert calls
+    ahead = program.step.lower(program.init(shapes["params"]), shapes["batch"]).compile()
+    state, _ = ahead(program.init(shapes["params"]), shapes["batch"])  # takes what it was lowered for
+    np.testing.assert_allclose(state["params"]["w"], weights(), rtol=1e-6)
 
 
 def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
