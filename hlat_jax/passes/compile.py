@@ -344,6 +344,8 @@ class _MeasuredStep:
         return self._program(state, batch, np.float32(learning_rate) if is_number else learning_rate)
 
     def __getattr__(self, name: str) -> Any:  # `lower` and the rest of a jitted function, for the arguments as given
+        if name == "_program":  # of a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._program, name)
 
 

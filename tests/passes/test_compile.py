@@ -1,5 +1,6 @@
 """Training programs as a user meets them: the recipe for Flax NNX, batches that are refused, warnings, the table."""
 
+import copy
 import functools
 import pathlib
 import re
@@ -348,6 +349,7 @@ def test_a_step_with_or_without_a_rate_is_the_measured_program(optimizer, budget
     np.testing.assert_array_equal(first, weights(learning_rate=0.5))
     assert not calls
     assert compiled.count("jit(train_step)") == 1
+    assert copy.copy(program.step).lower
     if not optimizer.init({}):
         np.testing.assert_allclose(weights(), weights(0.1), rtol=1e-6)  # without the rate it is another program
         assert calls
